@@ -13,6 +13,7 @@ import pytest
 
 from conformance.support.models import demo
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import greedy
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
@@ -100,7 +101,7 @@ def test_every_operation_runs_with_the_threads_of_its_longest_product(tmp_path: 
     hp = tiny(hidden=256, vocab=40000)
     with open_checkpoint(write_hf(tmp_path, hp, dtype="f32")) as checkpoint:
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
-        list(engine.stream(engine.admit(), [2, 4, 5], 3))
+        greedy(engine, [2, 4, 5], 3)
     assert seen.pop("logits") == {8} and library.num_threads == 8
     assert {"fused_qkv", "fused_ffn", "linear"} & seen.keys() and set().union(*seen.values()) == {1}, seen
 
@@ -124,7 +125,7 @@ def test_a_pass_that_waited_makes_the_next_one_keep_to_one_thread(
         write_hf(tmp_path, tiny(hidden=256, vocab=16000), dtype="f32")
     ) as checkpoint:  # a head of 2 ms
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
-        list(engine.stream(engine.admit(), [2, 4, 5], 4))
+        greedy(engine, [2, 4, 5], 4)
     assert seen == [8, 8, 1, 1]
 
 
@@ -149,7 +150,7 @@ def test_attentions_products_grow_with_what_a_row_sees(tmp_path: Path, eight: No
         write_hf(tmp_path, tiny(n_layers=2, layer_is_global=(False, True)), dtype="f32")
     ) as checkpoint:
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, chunk=16))
-        list(engine.stream(engine.admit(), [2] * 31, 2))
+        greedy(engine, [2] * 31, 2)
     asked = [  # rows, window and positions that a row may see: after 16, 31 and 32 positions, two queries for a kv head
         (16, 8, 16),
         (16, 0, 16),

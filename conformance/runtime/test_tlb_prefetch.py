@@ -11,6 +11,7 @@ from conformance.engine.test_engine_cpu import IDS
 from conformance.engine.test_planner import target
 from conformance.support.devices import shared_device
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import greedy
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
 from hybrid.engine.loading import EngineConfig
@@ -137,6 +138,6 @@ def test_text_is_the_same_with_prefetches(tmp_path, device):
     for copies in (0, 8):
         with device.tuning.forced("tlb_prefetch", {"copies": copies}):
             made = Engine(checkpoint, device, EngineConfig(chunk=16, weights="q4_0"))
-            texts.append((made.prefill({0: IDS})[0], *made.decode(12)[0], made._decoder.dispatches))
+            texts.append((*greedy(made, IDS, 13), made.runner.program("decode", 1, 1).dispatches))
         device.reset()
     assert texts[0][:-1] == texts[1][:-1] and texts[0][-1] < texts[1][-1]

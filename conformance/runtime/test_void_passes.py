@@ -1,32 +1,35 @@
-"""Void passes (hybrid/engine/voids.py): whenever a wait is given up, and whatever is asked of the engine next, every
-sequence gets the tokens that it gets undisturbed, and what happened is reported once.
+"""Aborted steps (hybrid.engine.runner.AbortedStep): whenever a wait is given up, and whatever is asked of the engine next,
+every request gets the tokens that it gets undisturbed, and what happened is reported once.
 
 Here the host sets the word that a kernel sets which gives up; test_mailbox.py has kernels that do."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
-from hybrid.engine.GONE import voids
 
 import hybrid
 from conformance.engine.test_engine_cpu import IDS
-from conformance.support.cooperative import HPARAMS, engine, give_up, layers, tuned
+from conformance.support.cooperative import HPARAMS, engine, give_up, layers, set_control, tuned
 from conformance.support.devices import Devices, for_model
 from conformance.support.profile import LONG
 from conformance.support.synthetic import write_hf
+from conformance.support.texts import ask, greedy
 from hybrid.checkpoint import open_checkpoint
+from hybrid.core.plan import FAULT_WORD
 from hybrid.core.tensor import Tensor
 from hybrid.devices.multi import MultiDevice
+from hybrid.engine.handle import Handle
 from hybrid.engine.loop import Engine
-from hybrid.engine.sampling import Sampling
+from hybrid.engine.request import Event, Options
 
 pytestmark = pytest.mark.slow
-DRAWN = Sampling(temperature=1.2, top_k=50, seed=11)
+DRAWN: dict[str, Any] = {"temperature": 1.2, "top_k": 50, "seed": 11}
 Fault = Callable[[Engine], None]
 Fresh = Callable[[], Engine]
 
@@ -52,14 +55,19 @@ def kept(open_devices: Devices, checkpoint: Any) -> Any:
 
 @pytest.fixture
 def fresh(kept: Engine) -> Iterator[Callable[[], Engine]]:
-    """The kept engine as if it were new: no sequence, no fault, and no token of before in its places."""
+    """The kept engine as if it were new: no request, no cached prefix, no fault, and no token of before in its history."""
 
     def again() -> Engine:
-        for slot in list(kept.positions):
-            kept.release(slot)
-        kept.cooperative, kept.faults = True, []
-        kept.forget_programs("decode")
-        kept.device.write("history", Tensor.of(np.full((2, kept.cache.ctx), 9999, np.int32)))
+        runner = kept.runner
+        while kept.step():  # those that were dropped
+            pass
+        assert kept.scheduler.idle
+        set_control(kept, {FAULT_WORD: 0})
+        runner.blocks.clear()
+        runner.cooperative, runner._last = True, None
+        runner.faults.clear()
+        runner._programs = {key: program for key, program in runner._programs.items() if key[0] != "decode"}
+        runner.device.write("history", Tensor.of(np.full((2, kept.cache.ctx), 9999, np.int32)))
         return kept
 
     with tuned(kept.device):
@@ -73,83 +81,88 @@ def undisturbed(made: Engine) -> None:
 def both(run: Callable[[Fault], tuple[Engine, Any]]) -> None:
     """A run's tokens are the same whether a wait is given up in it or not."""
     made, wanted = run(undisturbed)
-    assert made.cooperative and made.faults == []
+    assert made.runner.cooperative and made.faults == []
     made, found = run(give_up)
     assert found == wanted
-    assert not made.cooperative and len(made.faults) == 1 and "run again by separate steps" in made.faults[0]
+    assert not made.runner.cooperative and len(made.faults) == 1 and "the pass was run again unfused" in made.faults[0]
+
+
+def take(events: Iterator[Event], n: int) -> list[int]:
+    """The next n tokens."""
+    return [token for event in islice(events, n) for token in event.ids]
+
+
+def rest(*running: Iterator[Event]) -> list[list[int]]:
+    """What is left of several requests."""
+    return [[token for event in events for token in event.ids] for events in running]
 
 
 # --- one text --------------------------------------------------------------------------------------------------------
 
 
 def test_a_wait_given_up_at_any_token_costs_none(fresh: Fresh) -> None:
-    """In streams of one token and of several in a submit: the rest of those submitted is void, and one more."""
-    for at_once, short in ((1, (99, 0, 2, 28)), (4, (99, 0, 3, 4, 11))):
-        texts = []
-        for at in (99, 0, 1, 2, 3, 4, 11, 28) if LONG else short:
-            made = fresh()
-            slot, text = made.admit(sampling=DRAWN), []
-            for i, token in enumerate(made.stream(slot, IDS[:20], 30, at_once)):
-                text.append(token)
-                if i == at:
-                    give_up(made)
-            made.wait()
-            assert len(made.faults) == (at < 29) and len(text) == 30
-            texts.append(text)
-        assert all(text == texts[0] for text in texts)
+    """Where no step of this text follows, the next request's are aborted."""
+    texts = []
+    for at in (99, *range(30)) if LONG else (99, 0, 1, 2, 11, 26, 27, 28):
+        made, text = fresh(), list[int]()
+        for i, event in enumerate(ask(made, IDS[:20], 30, **DRAWN).events()):
+            text += event.ids
+            if i == at:
+                give_up(made)
+                passes = made.scheduler.counts.passes
+        assert len(made.faults) == (at < 29 and made.scheduler.counts.passes > passes) and len(text) == 30
+        assert at > 26 or made.faults, "two steps follow the token that is read"
+        texts.append([*text, *greedy(made, IDS[:9], 3)])
+        assert len(made.faults) == (at < 30)
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.mark.parametrize("profile", [False, True])
-def test_a_text_goes_on_by_separate_steps(device: Any, checkpoint: Any, profile: bool) -> None:
+def test_a_text_continues_unfused(device: Any, checkpoint: Any, profile: bool) -> None:
     made = engine(device, checkpoint, profile=profile)
-    made.prefill({0: IDS[:20]})
-    made.decode(2)
-    assert layers(made.program("decode", 1, 1))
+    events = ask(made, IDS[:20], 6).events()
+    take(events, 3)
+    assert layers(made.runner.program("decode", 1, 1))
     give_up(made)
-    made.decode(2)
-    assert not layers(made.program("decode", 1, 1))
+    assert len(rest(events)[0]) == 3
+    assert not layers(made.runner.program("decode", 1, 1))
     if profile:
-        assert (
-            sum(".decode." in p.plan for p in made.trace) == 3
-        )  # the void ones have taken time too, and run once more
+        names = [p.plan.split(".")[1] for p in made.runner.trace]
+        # The aborted step has taken time too; its sequence is run again as a prompt.
+        prompt = ["prefill", "prefill"]
+        assert names == [*prompt, "decode", "decode", "decode", *prompt, "decode", "decode"]
 
 
 def test_text_up_to_the_end_of_the_context(device: Any, checkpoint: Any) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = engine(device, checkpoint, ctx=32)
-        text = []
-        for token in made.stream(made.admit(), IDS[:20], 99, 4):
-            text.append(token)
-            if len(text) == 9:
-                fault(made)
-        made.wait()
-        assert len(text) == 12
+        handle = ask(made, IDS[:20], 99)
+        events = handle.events()
+        text = take(events, 9)
+        fault(made)
+        text += rest(events)[0]
+        assert len(text) == 12 and handle.result().finish == "context"
         return made, text
 
     both(run)
 
 
-@pytest.mark.parametrize("read", ["all", "the last", "the last of a ticket"])
-def test_tokens_that_are_read_late(fresh: Fresh, read: str) -> None:
-    """No place of a void pass but the first says that it is void."""
+@pytest.mark.parametrize("read", ["as they come", "at the end", "from a thread"])
+def test_an_aborted_step_leaves_no_token_of_before(fresh: Fresh, read: str) -> None:
+    """Other tokens stand in the places of those that it should have chosen."""
 
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
-        made.prefill({0: IDS[:20]})
-        made.decode(30)
-        assert made.rewind(0, 18, anyway=True)
-        made.prefill({0: IDS[20:30]})  # other tokens lie in the places from here on
-        made.decode(1)
+        greedy(made, IDS[:20], 30)
+        ids = [*IDS[:18], *IDS[20:30]]
+        if read == "from a thread":
+            fault(made)
+            return made, made.submit(ids, Options(max_tokens=7, ignore_eos=True)).result(60).ids
+        handle = ask(made, ids, 7)
+        events = handle.events()
+        text = take(events, 2)
         fault(made)
-        for times in (1, 3, 2):
-            ticket = made.submit_decode((0,), times)
-        end = made.positions[0]
-        if read == "all":
-            return made, [made.token(0, at) for at in range(end - 6, end + 1)]
-        if read == "the last":
-            return made, made.token(0, end)
-        made.wait(ticket)
-        return made, made.token(0, end, ticket)
+        return made, [text, rest(events)] if read == "as they come" else handle.result().ids
 
     both(run)
 
@@ -157,61 +170,67 @@ def test_tokens_that_are_read_late(fresh: Fresh, read: str) -> None:
 # --- what is asked next ----------------------------------------------------------------------------------------------
 
 
-def rewound(made: Engine) -> Any:
-    assert made.rewind(0, made.positions[0] - 2)
-    return [made.prefill({0: [7, 9]}), made.decode(4)]
+def continued(made: Engine, ids: Sequence[int]) -> Any:
+    return greedy(made, ids, 4)
 
 
-def released(made: Engine) -> Any:
-    made.release(0)
-    return [made.prefill({0: IDS[:9]}), made.decode(4)]
+def rewound(made: Engine, ids: Sequence[int]) -> Any:
+    return greedy(made, [*ids[:-2], 7, 9], 5)
 
 
-def another_prompt(made: Engine) -> Any:
-    return [made.prefill({1: IDS[3:20]}), made.decode(4, [1]), made.decode(4, [0]), made.decode(4)]
+def another_text(made: Engine, ids: Sequence[int]) -> Any:
+    return greedy(made, IDS[:9], 5)
 
 
-def another_sequence(made: Engine) -> Any:
-    made.admit(slot=1)
-    at = made.positions[0]
-    return [made.token(0, i) for i in range(at - 3, at + 1)], made.decode(3, [0])
+def another_prompt_beside(made: Engine, ids: Sequence[int]) -> Any:
+    running = [ask(made, prompt, 5).events() for prompt in (IDS[3:20], ids)]
+    return [*(take(events, 2) for events in running), rest(*running)]
 
 
-def another_choice(made: Engine) -> Any:
-    made.set_sampling(0, DRAWN)
-    return made.decode(4)
+def another_choice(made: Engine, ids: Sequence[int]) -> Any:
+    return greedy(made, ids, 4, **DRAWN)
 
 
-def logits(made: Engine) -> Any:
-    return [made.logits(IDS[:20]).tobytes(), made.decode(4)]
+def logits(made: Engine, ids: Sequence[int]) -> Any:
+    return [made.logits(IDS[:20]).tobytes(), greedy(made, ids, 4)]
 
 
+@pytest.mark.parametrize("drop", ["ended", "forgotten"])
 @pytest.mark.parametrize(
-    "then", [rewound, released, another_prompt, another_sequence, another_choice, logits], ids=lambda f: f.__name__
+    "then", [continued, rewound, another_text, another_prompt_beside, another_choice, logits], ids=lambda f: f.__name__
 )
-def test_a_stream_is_dropped_while_its_passes_are_void(fresh: Fresh, then: Callable[[Engine], Any]) -> None:
+def test_a_request_is_dropped_while_its_steps_are_aborted(
+    fresh: Fresh, then: Callable[[Engine, Sequence[int]], Any], drop: str
+) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
-        slot = made.admit()
-        stream = made.stream(slot, IDS[:20], 30, 2)
-        text = [next(stream) for _ in range(4)]
+        handle: Handle | None = ask(made, IDS[:20], 30)
+        assert handle is not None
+        events = handle.events()
+        text = take(events, 4)
         fault(made)
-        text += [next(stream) for _ in range(2)]  # whose passes may have been good; the ones after them are not
-        stream.close()
-        return made, [text, then(made)]
+        text += take(events, 2)  # of steps that had been submitted; those behind them are aborted
+        assert made.scheduler.in_flight == 2
+        if drop == "ended":
+            made.finish([handle.request])
+        events.close()  # type: ignore[attr-defined]  # a generator
+        handle = None
+        return made, [text, then(made, [*IDS[:20], *text])]
 
     both(run)
 
 
-def test_a_prompt_that_follows_void_passes(fresh: Fresh) -> None:
+def test_a_prompt_that_follows_aborted_steps(fresh: Fresh) -> None:
+    """Of a conversation whose cache the second slot has, beside a text that decodes."""
+
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
-        made.prefill({0: IDS[:20], 1: IDS[:5]})
-        made.decode(3)
+        first, second = ask(made, IDS[:20], 12).events(), ask(made, IDS[:5], 3).events()
+        text = [take(first, 3), rest(second)]
         fault(made)
-        made.submit_decode((0, 1), 2)
-        made.submit_prefill({1: [7, 9]})
-        return made, [made.token(0, made.positions[0]), made.decode(4)]
+        text.append(take(first, 2))
+        third = ask(made, [*IDS[:5], *text[1][0], 7, 9], 4).events()
+        return made, [text, rest(third, first)]
 
     both(run)
 
@@ -219,19 +238,27 @@ def test_a_prompt_that_follows_void_passes(fresh: Fresh) -> None:
 def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
-        slots = [made.admit(sampling=DRAWN), made.admit(sampling=Sampling(temperature=0.9, seed=3))]
-        text: list[Any] = [
-            made.prefill({slots[0]: IDS[:30], slots[1]: IDS[5:9]}),
-            made.decode(3),
-            made.decode(2, [slots[1]]),
-        ]
-        made.submit_decode(slots, 1)
+        first = ask(made, IDS[:30], 16, **DRAWN).events()
+        text: list[Any] = [take(first, 3)]
+        second = ask(made, IDS[5:9], 7, temperature=0.9, seed=3).events()
+        text.append(take(second, 2))
         fault(made)
-        for _ in range(2):
-            made.submit_decode(slots, 2)
-        made.submit_decode(slots[:1], 2)  # rows are set up anew: the void passes of both come first
-        text += [[made.token(s, at) for at in range(31, made.positions[s] + 1)] for s in slots]
-        return made, [*text, made.decode(5)]
+        text += rest(second)  # the first is alone afterwards
+        return made, [*text, rest(first), greedy(made, IDS[:30], 5)]
+
+    both(run)
+
+
+@pytest.mark.parametrize("what", ["logits", "hidden_states"])
+def test_rows_that_are_read_back_beside_aborted_steps(fresh: Fresh, what: str) -> None:
+    def run(fault: Fault) -> tuple[Engine, Any]:
+        made = fresh()
+        events = ask(made, IDS[:20], 12).events()
+        text = take(events, 3)
+        fault(made)
+        text += take(events, 1)
+        rows = getattr(made, what)(IDS[:40], 8)
+        return made, [text, rows.tobytes(), rest(events)]
 
     both(run)
 
@@ -240,11 +267,11 @@ def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
 def test_a_plan_on_several_devices(device: Any, checkpoint: Any, depth: int) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = engine(MultiDevice(device, {}, {}, depth), checkpoint, slots=2)
-        text: list[Any] = [made.prefill({0: IDS[:30]}), made.decode(3)]
+        first = ask(made, IDS[:30], 12).events()
+        text: list[Any] = [take(first, 4)]
         fault(made)
-        made.submit_decode((0,), 3)
-        text += [made.prefill({1: IDS[5:25]}), [made.token(0, at) for at in range(34, 37)]]
-        return made, [*text, made.decode(5)]
+        second = ask(made, IDS[5:25], 6).events()
+        return made, [*text, take(first, 2), rest(second, first)]
 
     both(run)
 
@@ -252,63 +279,49 @@ def test_a_plan_on_several_devices(device: Any, checkpoint: Any, depth: int) -> 
 # --- what is said, and what fails ------------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_and_says_once_what_happened(checkpoint: Any, caplog: Any) -> None:
+def test_a_conversation_continues_and_says_once_what_happened(checkpoint: Any, caplog: Any) -> None:
     path, found = str(checkpoint.path), []
     for fault in (undisturbed, give_up):
         opened = for_model("vulkan")
-        with (
-            hybrid.load(path, opened, weights="q8_0", ctx=128) as model,
-            tuned(opened.main),
-            model.session() as session,
-        ):
-            ids = IDS[:20]
+        with hybrid.load(path, opened, weights="q8_0", ctx=128) as model, tuned(opened.main):
+            ids = IDS[:40]
             for turn in range(3):
-                for i, _ in enumerate(model.generate(ids, 12, ignore_eos=True, session=session, tokens_per_submit=2)):
+                for i, _ in enumerate(model.generate(ids, 12, ignore_eos=True)):
                     if turn == 1 and i == 4:
                         fault(model.engine)
+                assert model.stats is not None and (model.stats.cached_tokens > 0) == (turn > 0)
                 ids = [*ids, *model.stats.ids, 7, 9]
             found.append(ids)
-            assert list(model.stats.passed_over).count(model.engine.faults[0] if model.engine.faults else "") == (
-                fault is give_up
-            )
+            said = model.engine.faults
+            assert len(said) == (fault is give_up) and [s for s in model.stats.passed_over if s in said] == said
     assert found[0] == found[1]
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
-def test_a_run_that_is_interrupted_gives_no_wrong_token(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while void passes are run again: the sequence is where the device has it, and can go on from there."""
+@pytest.mark.parametrize("where", ["abort", "start"])
+def test_a_run_that_is_interrupted_gives_no_wrong_token(
+    fresh: Fresh, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while aborted steps are waited for, or run again: whoever reads on gets every token."""
+    wanted = greedy(fresh(), IDS[:20], 10)
     made = fresh()
-    wanted = [made.prefill({0: IDS[:20]})[0], *made.decode(9)[0]]
-    made = fresh()
-    made.prefill({0: IDS[:20]})
-    made.decode(2)
+    handle = ask(made, IDS[:20], 10)
+    assert take(handle.events(), 3) == wanted[:3]
     give_up(made)
-    made.submit_decode((0,), 4)
+    whole = getattr(made.runner, where)
 
-    def interrupted(*args: Any) -> int:
+    def interrupted(*args: Any) -> Any:
+        if where == "start" and made.runner.cooperative:
+            return whole(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(made, "submit_decode", interrupted)
+        patch.setattr(made.runner, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            made.wait()
-    with pytest.raises(RuntimeError, match="no token was chosen for position 23 of slot 0: its pass was void"):
-        made.token(0, 23)
-    assert made.positions[0] == 22
-    assert made.decode(7)[0] == wanted[3:]
-
-
-def test_passes_that_do_not_add_up_are_an_error(fresh: Fresh) -> None:
-    made = fresh()
-    made.prefill({0: IDS[:20]})
-    made.decode(2)
-    made.positions[0] -= 1
-    give_up(made)
-    with pytest.raises(
-        RuntimeError, match=r"void passes left sequences at positions \{0: 22\}, submitted were \{0: 21\}"
-    ):
-        voids.run_again(made, (0,))
-    made.positions[0] += 1
+            handle.result()
+    assert not handle.done and len(made.faults) == (where == "start")
+    assert handle.request.generated == wanted[: len(handle.request.generated)]
+    assert list(handle.result().ids) == wanted and len(made.faults) == 1
 
 
 # --- waits that are given up by themselves ---------------------------------------------------------------------------
@@ -317,14 +330,14 @@ def test_passes_that_do_not_add_up_are_an_error(fresh: Fresh) -> None:
 def test_workgroups_that_are_not_all_running_cost_no_token(
     device: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: passes
-    may be void, no token is wrong."""
+    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: steps may
+    be aborted, no token is wrong."""
     texts = []
     for sound in (True, False):
         if not sound:
             monkeypatch.setattr(device, "cores", max(device.cores, 8))
             monkeypatch.setattr(device, "polls", device.polls if device.info.kind == "cpu" else 0)
         made = engine(device, checkpoint)
-        texts.append([made.prefill({0: IDS[:40]})[0], *made.decode(20)[0]])
-        assert len(made.faults) == (not made.cooperative)
+        texts.append(greedy(made, IDS[:40], 21))
+        assert len(made.faults) == (not made.runner.cooperative)
     assert texts[0] == texts[1]

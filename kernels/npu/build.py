@@ -257,7 +257,7 @@ def _of_model(args: argparse.Namespace, model: str) -> dict[str, Callable[[], De
     from hybrid.kernels.npu.needed import designs
 
     engine = importlib.import_module(
-        "hybrid.engine.plans"
+        "hybrid.engine.loading"
     )  # a command may use what lies above; the backend imports nothing of it
     found: dict[str, Callable[[], Design]] = {}
     seen: set[Any] = set()

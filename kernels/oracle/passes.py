@@ -7,7 +7,7 @@ import numpy as np
 from hybrid.core.plan import CONTROL, ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 from hybrid.quant.codec import Real
 
-FOLLOWS = -(1 << 30)  # hybrid.engine.inbox
+FOLLOWS = -(1 << 30)  # hybrid.engine.runner
 
 
 def begin_pass(
