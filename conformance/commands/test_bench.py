@@ -44,7 +44,6 @@ KEYS = {
     "weights_bytes",
     "context",
     "chunk",
-    "tokens_per_submit",
     "deterministic",
     "load_seconds",
     "passed_over",
@@ -130,7 +129,7 @@ def xrt_is_there() -> bool:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_json_has_every_test_and_what_the_device_counted(devices, capsys, backend):
     devices.get(backend)  # skips where there is no Vulkan
-    options = ["--device", backend, "--ctx-depth", "0,20", "--batch-size", "2", "--tokens-per-submit", "2", "--json"]
+    options = ["--device", backend, "--ctx-depth", "0,20", "--batch-size", "2", "--json"]
     assert bench.main([*SMALL, *options]) == 0
     out = json.loads(capsys.readouterr().out)
     assert set(out) == KEYS and out["device"].startswith(backend) and out["driver"] and not out["errors"]
@@ -144,15 +143,13 @@ def test_json_has_every_test_and_what_the_device_counted(devices, capsys, backen
         assert r["share_of_copy"] == pytest.approx(r["gb_per_second"] / 3000)
         assert r["per_pass"]["allocations"] == r["per_pass"]["recordings"] == 0
         if r["phase"] == "decode":
-            assert r["per_pass"]["submits"] == 0.5 and (r["host_us_per_token"] is None) == (backend == "cpu")
+            assert r["per_pass"]["submits"] == 1 and (r["host_us_per_token"] is None) == (backend == "cpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backend):
     devices.get(backend)
-    assert (
-        bench.main([*SMALL, "--device", backend, "--batch-size", "2", "--tokens-per-submit", "2"]) == 0
-    )  # kernels of above
+    assert bench.main([*SMALL, "--device", backend, "--batch-size", "2"]) == 0  # kernels of above
     out = capsys.readouterr().out
     for part in (
         backend,
@@ -169,10 +166,10 @@ def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backe
 @pytest.mark.parametrize(
     ("options", "context"),
     [
-        (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 29),
-        (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # what is chosen last is read from a position of its own
+        (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 30),
+        (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # a token is chosen after the last
         (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
-        (["-p", "5,9", "-n", "0"], 9),
+        (["-p", "5,9", "-n", "0"], 10),
     ],
 )
 def test_the_context_holds_the_longest_test(capsys, monkeypatch, options, context):
@@ -199,37 +196,31 @@ def test_a_figure_above_the_nameplate_is_an_error_that_names_it(monkeypatch, cap
     assert len(json.loads(out)["errors"]) == 4  # the probe and three tests
 
 
-def test_a_run_that_consumed_another_number_of_tokens_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(Bench, "_consumed", lambda self, start: 4)
+def test_a_sequence_that_ends_too_early_is_an_error(monkeypatch, capsys):
+    requests = Bench.requests
+
+    def cut(*args):
+        made = requests(*args)
+        made[0].cancel()
+        return made
+
+    monkeypatch.setattr(Bench, "requests", cut)
     assert bench.main([*SMALL, "--device", "cpu"]) == 1
-    assert "error: prefill 5 @ 0: the device consumed 4 tokens, 5 were asked for" in capsys.readouterr().err
-
-
-def test_a_token_that_is_none_is_an_error(devices):
-    from hybrid.checkpoint.random import random_checkpoint
-
-    engine = Engine(
-        random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=32, n_tokens=64)
-    )
-    made = Bench(engine, 1)
-    made.prefill(5, 0)
-    engine.device.whole("history").array[0, 5] = 64
-    with pytest.raises(RuntimeError, match=r"chose \[.*64\] for slot 0"):
-        made._consumed(0)
+    assert "error: a sequence got 0 tokens, 1 were asked for" in capsys.readouterr().err
 
 
 def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.checkpoint.random import random_checkpoint
 
     engine = Engine(
-        random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=64, n_tokens=64, chunk=8)
+        random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), EngineConfig(ctx=64, n_tokens=512, chunk=8)
     )
     made = Bench(engine, 1)
-    row, one = made.decode(6, 20), plan_cost(engine.plan("decode", 1, 1), 23)
+    row, one = made.decode(6, 20), plan_cost(engine.runner.plan("decode", 1, 1), 23)
     assert (row.flops, row.nbytes) == (6 * one.flops, 6 * one.nbytes)
     row, whole = made.prefill(12, 0), Cost()
-    for rows, outs, context in ((8, 0, 5), (4, 1, 11)):
-        whole += plan_cost(engine.plan("prefill", rows, outs), context)
+    for rows, outs, context in ((8, 0, 5), (4, 1, 11)):  # the second in a plan of 8 rows, of which 4 are live
+        whole += plan_cost(engine.runner.plan("prefill", 8, outs), context, {"tokens": rows, "slots": 1})
     assert (row.flops, row.nbytes) == (whole.flops, whole.nbytes)
     assert row.counted["submits"] == 1
 
@@ -260,12 +251,12 @@ def test_impossible_figures_of_either_kind_are_found():
 
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_a_test_may_end_where_the_context_ends(devices, capsys, tmp_path, backend):
-    """The last token of a prompt, and the last that decoding chooses; in the long profile, at the demonstration model's
+    """The token after a prompt, and the last that decoding chooses; in the long profile, at the demonstration model's
     2048 positions."""
     devices.get(backend)
     file, context = (MODELS / "demo-gemma3-q8_0.gguf", 2048) if LONG else (write_hf(tmp_path / "m", tiny()), 256)
     model = [str(file), "--device", backend, "-r", "1", "--json"]
-    for phase, n in (("prefill", 4), ("decode", 3)):
+    for phase, n in (("prefill", 3), ("decode", 3)):
         test = [["-p", "0", "-n"], ["-n", "0", "-p"]][phase == "prefill"]
         ends, beyond = ([*test, str(k), "--ctx-depth", str(context - 4)] for k in (n, n + 1))
         assert bench.main([*model, *ends]) == 0

@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hybrid.engine.GONE import Stream
 
 from hybrid.bench import __main__ as bench
 from hybrid.bench import requests, talk
@@ -20,7 +19,7 @@ from hybrid.core.errors import QueueFull
 from hybrid.devices import energy
 from hybrid.devices.energy import Energy, Meter, meter_for
 from hybrid.engine.handle import Handle
-from hybrid.engine.request import Completion, Event, Timings, Usage, Wakeups
+from hybrid.engine.request import Completion, Options, Request, Timings, Usage, Wakeups
 from hybrid.engine.stats import Metrics
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
@@ -71,6 +70,13 @@ def test_quantiles_are_of_all_values():
     )
 
 
+def asked(ids, n) -> Request:
+    """As the scheduler would have it."""
+    request = Request(0, ids, Options(max_tokens=n))
+    request.last = len(ids) + n
+    return request
+
+
 def test_a_full_queue_is_asked_again():
     """A submit that refuses twice, and answers from another thread."""
     refusals, seen = [2], []
@@ -81,19 +87,17 @@ def test_a_full_queue_is_asked_again():
             refusals[0] -= 1
             raise QueueFull(3, 0.001)
         seen.append(ids)
-        stream = Stream()
+        request = asked(ids, max_tokens)
 
         def answer():
-            wakes = Wakeups()
+            wakeups = Wakeups()
             for i in range(max_tokens):
-                stream.push(Event("", (i,)), wakes)
-                wakes.send()
-            usage, times = Usage(len(ids), 0, max_tokens), Timings(0.0, 0.0, 0.0)
-            stream.end(Completion("", tuple(range(max_tokens)), "length", None, usage, times), None, wakes)
-            wakes.send()
+                request.push(i)
+                request.notify(wakeups)
+                wakeups.send()
 
         threading.Thread(target=answer).start()
-        return Handle(stream)
+        return Handle(request)
 
     wanted = requests.requests(3, 1000.0, (2, 5), (1, 4), 50)
     found = requests.serve(submit, wanted)
@@ -172,10 +176,11 @@ def test_a_conversations_energy_is_that_of_its_turns(monkeypatch, capsys):
 
 def test_a_prompt_that_should_be_new_and_is_not_voids_a_conversation():
     def submit(ids, *, max_tokens, ignore_eos):
-        stream = Stream()
-        usage, times = Usage(len(ids), 32, max_tokens), Timings(0.0, 0.1, 0.2)
-        stream.end(Completion("", (1,) * max_tokens, "length", None, usage, times), None, Wakeups())
-        return Handle(stream)
+        request = asked(ids, max_tokens)
+        request.cached = 32
+        for _ in range(max_tokens):
+            request.push(1)
+        return Handle(request)
 
     with pytest.raises(RuntimeError, match="32 tokens of a prompt that is new were found in the cache"):
         talk.talk(submit, 1, (40, 40), (2, 2), 50)

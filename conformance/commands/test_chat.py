@@ -1,4 +1,4 @@
-"""Chat: templates as Gemma's, bounded, with nothing smuggled in; sessions."""
+"""Chat: templates as Gemma's, bounded, with nothing smuggled in; conversations."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import hybrid
 from conformance.support.paths import DEMO
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import ask, greedy
 from hybrid import generate
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
@@ -151,52 +152,53 @@ def test_transformers_renders_and_encodes_the_same() -> None:
 
 
 @pytest.mark.blas
-def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
-    """Within what a ring of local blocks still holds; beyond it, rewinding is refused."""
+def test_a_branch_of_a_text_continues_as_a_new_one(tmp_path: Path) -> None:
+    """Of what the cache still holds of a text, and where it begins to lack the window of local layers."""
     rng = np.random.default_rng(5)
     ids = rng.integers(13, 300, 230).tolist()
     with open_checkpoint(write_hf(tmp_path, tiny())) as c:
         fresh, kept = Engine(c, CpuDevice(), EngineConfig(chunk=8)), Engine(c, CpuDevice(), EngineConfig(chunk=8))
         assert kept.cache.ring < kept.cache.table
-        kept.prefill({0: ids})
-        room = kept.cache.ring * kept.cache.block - kept.cache.window
-        assert not kept.rewind(0, len(ids) - room - 1) and kept.positions[0] == len(ids)
-        assert kept.rewind(0, len(ids) - room)
-        other = [*ids[: len(ids) - room], *rng.integers(13, 300, 9).tolist()]
-        assert kept.prefill({0: other[-9:]}) == fresh.prefill({0: other})
-        assert kept.decode(12) == fresh.decode(12)
-        with pytest.raises(ValueError, match="is not before their end"):
-            kept.rewind(0, 999)
+        block, found = kept.cache.block, []
+        for left in range(block // 2, len(ids), block // 2):
+            for engine in (fresh, kept):
+                engine.runner.blocks.clear()
+            greedy(kept, ids, 1)
+            other = [*ids[:left], *rng.integers(13, 300, 9).tolist()]
+            handle = ask(kept, other, 13)
+            assert list(handle.result().ids) == greedy(fresh, other, 13), left
+            found.append(handle.request.cached)
+            assert found[-1] in (0, left // block * block), left
+        assert 0 in found[2:] and found[-1] == len(ids) // block * block, "some lack their window, the last do not"
 
 
 def test_a_conversation_is_chosen_by_its_penalties(tmp_path: Path) -> None:
     options = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": {9: 4.0}}
     with hybrid.load(write_hf(tmp_path), device="cpu") as model:
-        talk = Conversation(model, Options(8, ignore_eos=True, **options))
+        talk = Conversation(model, Options({"max_tokens": 8, "ignore_eos": True, **options}))
         for text in ("the thing", "in the er"):
             ids = chat.encode(model.checkpoint.tokenizer, [*talk.messages, {"role": "user", "content": text}])
             "".join(talk.ask(text))
             said = model.stats.ids
             with_them, without = [], []
             for found, given in ((with_them, options), (without, {})):
-                talk.close()
                 "".join(model.generate(ids, 8, ignore_eos=True, **given))
                 found += model.stats.ids
             assert list(said) == with_them != without
 
 
 @pytest.mark.blas
-def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
+def test_a_conversation_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
     texts = ["the thing " * 16, "abc " * 9, "e", "in the er"]
     folder = write_hf(tmp_path)
     with hybrid.load(folder, device="cpu") as model, hybrid.load(folder, device="cpu") as anew:
-        talk = Conversation(model, Options(max_tokens=9, temperature=0.7, seed=4, ignore_eos=True))
+        talk = Conversation(model, Options({"max_tokens": 9, "temperature": 0.7, "seed": 4, "ignore_eos": True}))
         for n, text in enumerate(texts):
             turn = [*talk.messages, {"role": "user", "content": text}]
             said = "".join(talk.ask(text))
             ids = chat.encode(model.checkpoint.tokenizer, turn)
-            anew.engine.blocks.clear()
-            assert said == "".join(anew.generate(ids, 9, 0.7, seed=4, ignore_eos=True))
+            anew.engine.runner.blocks.clear()
+            assert said == "".join(anew.generate(ids, 9, temperature=0.7, seed=4, ignore_eos=True))
             assert model.stats.ids == anew.stats.ids
             assert model.stats.cached_tokens + model.stats.prompt_tokens == anew.stats.prompt_tokens == len(ids)
             assert (model.stats.cached_tokens > 0) == (n > 0)
@@ -208,7 +210,6 @@ def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> Non
         assert len(talk.messages) == 10
         talk.reset()
         assert talk.messages == [] and "".join(talk.ask("e")) and model.stats.cached_tokens == 0
-        talk.close()
 
 
 @pytest.mark.slow
@@ -217,7 +218,7 @@ def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) ->
     from hybrid.text.chat import encode
 
     with hybrid.load(write_hf(tmp_path, tiny()), device="cpu") as model:
-        talk = Conversation(model, Options(4, ignore_eos=True, system="the bee"))
+        talk = Conversation(model, Options({"max_tokens": 4, "ignore_eos": True}, system="the bee"))
         texts = ["the " * 40, "bee", "abcd", "thing "]
         for text in texts[:3]:
             "".join(talk.ask(text))
@@ -233,15 +234,12 @@ def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) ->
         kept = talk.messages
         assert 0 < forgotten < 3 and kept[:-2] == before[2 * forgotten :] and kept[-2]["content"] == texts[3]
         asked = [{"role": "system", "content": "the bee"}, *kept[:-1]]
-        fresh = "".join(
-            model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True, session=talk._session)
-        )
+        fresh = "".join(model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True))
         assert fresh == kept[-1]["content"]  # as if what was forgotten had never been said
         for _ in kept[::2]:
             _obey(talk, "/drop", False)
         _obey(talk, "/drop", False)
         assert "there is no turn to forget" in capsys.readouterr().err and talk.messages == []
-        talk.close()
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,12 @@ def test_short_work_says_nothing(capsys):
 
 
 def test_a_load_off_a_terminal_says_how_far_it_is(tmp_path, monkeypatch, capsys):
-    from hybrid.engine import weights
+    from hybrid.engine import loading
 
     monkeypatch.setattr(progress, "FIRST", 0.0)
     monkeypatch.setattr(progress, "EVERY", 0.001)
-    old = weights._makers
-    monkeypatch.setattr(weights, "_makers", lambda *a: time.sleep(0.005) or old(*a))
+    old = loading._makers
+    monkeypatch.setattr(loading, "_makers", lambda *a: time.sleep(0.005) or old(*a))
     assert generate.main([str(write_hf(tmp_path, tiny())), "--device", "cpu", "-n", "1"]) == 0
     assert "weights: 0 of " in capsys.readouterr().err
 

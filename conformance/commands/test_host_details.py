@@ -16,6 +16,7 @@ import pytest
 
 from conformance.support.models import MODELS
 from conformance.support.synthetic import tiny
+from conformance.support.texts import greedy
 from hybrid import doctor
 from hybrid.bench import probe, report
 from hybrid.bench.ceiling import ceiling
@@ -25,11 +26,11 @@ from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.device import StepTime
 from hybrid.core.hostmemory import PAGE, NotShareable, anonymous, pages, whole_pages
 from hybrid.core.plan import TensorDecl
-from hybrid.core.tensor import Tensor
 from hybrid.devices import opening as devices
 from hybrid.devices.transfers import TransferCounts
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
+from hybrid.engine.runner import Flight
 from hybrid.engine.trace import TimedPass, Timing
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.perplexity import Running
@@ -83,28 +84,27 @@ def test_passes_that_read_hidden_states_back_fit_in_host_memory() -> None:
 
 
 def test_memory_of_a_plan_is_told_by_purpose(engine: Engine) -> None:
-    held = memory(engine.plan("decode", 1, 1))
+    held = memory(engine.runner.plan("decode", 1, 1))
     hp = engine.target.hparams
     blocks = sum(engine.cache.table if seen else engine.cache.ring for seen in hp.layer_is_global) * engine.cache.slots
     row = hp.layers[0].n_kv_heads * hp.layers[0].head_dim
     assert held["kv"] == 2 * 2 * blocks * engine.cache.block * row  # keys and values in float16
     assert 0 < held["state"] < held["kv"] < held["weights"] and held["tables"] > 0 and held["io"] > 0
-    assert held["activations"] == engine.plan("decode", 1, 1).arena_bytes
+    assert held["activations"] == engine.runner.plan("decode", 1, 1).arena_bytes
 
 
 def test_warming_up_compiles_what_a_prompt_needs(engine: Engine) -> None:
     for rows in (32, 9):  # two full passes; one that is not
-        engine.warm_up(rows)
-        programs, counters = len(engine.programs), engine.counters.copy()
-        engine.prefill({0: list(range(2, 2 + rows))})
-        engine.decode(2)
+        engine.runner.warm_up(rows)
+        programs, counters = len(engine.runner._programs), engine.counters.copy()
+        greedy(engine, range(2, 2 + rows), 3)
         done = engine.counters.minus(counters)
-        assert len(engine.programs) == programs and done.recordings == done.allocations == done.pipelines == 0, rows
-        engine.release(0)
+        assert len(engine.runner._programs) == programs, rows
+        assert done.recordings == done.allocations == done.pipelines == 0 < done.submits, rows
 
 
 def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
-    few, many = (plan_cost(engine.plan("decode", n, n)) for n in (1, 2))
+    few, many = (plan_cost(engine.runner.plan("decode", n, n)) for n in (1, 2))
     assert few.flops > 0 and many.flops == 2 * few.flops and few.nbytes < many.nbytes < 2 * few.nbytes
 
 
@@ -112,50 +112,66 @@ def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
 class Timed:
     """A program that took some steps, in seconds from its own begin, which the device's clock puts at `began`."""
 
-    def __init__(self, pipeline_slot: int | None, began: float | None, *steps: tuple[float, float]) -> None:
-        self.plan, self._began = SimpleNamespace(name=f"p{pipeline_slot}", pipeline_slot=pipeline_slot), began
+    def __init__(self, name: str, began: float | None, *steps: tuple[float, float]) -> None:
+        self.plan, self._began = SimpleNamespace(name=name), began
         self._steps = [StepTime("s", "linear", 0, start, duration) for start, duration in steps]
 
-    def times(self) -> list[StepTime]:
+    def times(self, ticket: int) -> list[StepTime]:
         return self._steps
 
-    def began(self) -> float | None:
+    def began(self, ticket: int) -> float | None:
         return self._began
 
 
 def test_a_pass_that_runs_beside_others_ends_with_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 11.0, 12.0, 13.0, 20.0, 30.0, 40.0, 50.0])
+    clock = iter([20.0, 30.0, 40.0, 50.0, 60.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     found: list[TimedPass] = []
-    timing = Timing(found)
+    timing = Timing(found, True)
     steps = ((0.0, 1.0), (1.5, 0.5))
-    for program in (Timed(0, 10.25, *steps), Timed(1, None, *steps), Timed(0, 11.0), Timed(None, 12.0, *steps)):
-        timing.start(program)  # type: ignore[arg-type]
-    timing.stop(1)
-    assert [(p.plan, p.begin, p.seconds, p.pipeline_slot) for p in found] == [("p1", 11.0, 2.0, 1)]
-    assert [s.start for s in found[0].steps] == [0.0, 1.5]
+    programs = (Timed("a", 10.25, *steps), Timed("b", None, *steps), Timed("c", 11.0), Timed("d", 12.0, *steps))
+    for ticket, program in enumerate(programs):
+        timing.start(program, ticket, 10.0 + ticket, (ticket, 1, 7))  # type: ignore[arg-type]
     timing.stop(0)
-    assert [(p.begin, p.seconds) for p in found[1:]] == [(10.0, 2.25), (12.0, 28.0)]
-    assert [s.start for s in found[1].steps] == [0.25, 1.75]
-    timing.stop()
-    assert [(p.plan, p.begin, p.seconds, p.pipeline_slot) for p in found[3:]] == [("pNone", 13.0, 37.0, 0)]
-    timing.stop()
-    assert len(found) == 4
+    assert [(p.plan, p.begin, p.seconds) for p in found] == [("a", 10.0, 2.25)]
+    assert [s.start for s in found[0].steps] == [0.25, 1.75]
+    timing.stop(2)  # without times of its steps a pass ends when it has been waited for
+    assert [(p.plan, p.begin, p.seconds) for p in found[1:]] == [("b", 11.0, 2.0), ("c", 12.0, 28.0)]
+    assert [s.start for s in found[1].steps] == [0.0, 1.5]
+    timing.stop(9)
+    assert [(p.plan, p.begin, p.seconds) for p in found[3:]] == [("d", 13.0, 2.0)]
+    timing.stop(9)
+    assert [(p.rows, p.outs, p.context) for p in found] == [(ticket, 1, 7) for ticket in range(4)]
+    alone = Timing(found, False)
+    alone.start(programs[0], 4, 10.0)  # type: ignore[arg-type]
+    alone.stop(4)
+    assert found[-1].seconds == 50.0
 
 
 # ------------------------------------------------------------------------------------------------------------- bench
-def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine) -> None:
+def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(engine, 1)
-    bench.prefill(5, 0)
-    for token, fits in ((-1, False), (512, False), (511, True), (0, True)):
-        history = engine.device.read("history").array.copy()
-        history[1, 5] = token
-        engine.device.write("history", Tensor.of(history))
-        if fits:
-            assert bench._consumed(0) == 10
+    whole = engine.runner.tokens
+    for token, says in (
+        (-1, "the logits after position 4 of slot 1 are NaN or infinite"),
+        (-7, "the device left -7 as the token for position 5 of slot 1: no such word"),
+        (512, r"the device chose \[512\]: not all are tokens below 512"),
+        (511, None),
+        (0, None),
+    ):
+
+        def changed(flight: Flight, token: int = token) -> tuple[list[int], list[int] | None]:
+            found, counts = whole(flight)
+            return [
+                token if run.slot == 1 else t for run, t in zip(flight.scheduled.wanting, found, strict=True)
+            ], counts
+
+        monkeypatch.setattr(engine.runner, "tokens", changed)
+        if says is None:
+            assert bench.prefill(5, 0).tokens == 10
             continue
-        with pytest.raises(RuntimeError, match=rf"chose \[.*{token}\] for slot 1: not all are tokens below 512"):
-            bench._consumed(0)
+        with pytest.raises(RuntimeError, match=says):
+            bench.prefill(5, 0)
 
 
 def test_probes_count_what_they_move_and_compute(monkeypatch: pytest.MonkeyPatch) -> None:

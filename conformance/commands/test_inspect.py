@@ -31,13 +31,13 @@ def test_a_footprint_is_what_an_engine_holds(tmp_path: Path, batch: int, context
         planned = footprint(c.hparams, stored_types(c, "q8_0"), batch=batch, context=context)
         device = CpuDevice()
         engine = Engine(c, device, EngineConfig(weights="q8_0", ctx=context, slots=batch))
-        decls = [engine.device._decls[name] for name in engine._stored]  # with the padding that devices add
+        decls = [engine.device._decls[name] for name in engine.runner._stored]  # with the padding that devices add
         held = {k: sum(d.nbytes for d in decls if d.kind == k) for k in ("weight", "state", "io")}
         assert planned.weights + planned.tables == held["weight"] and planned.io == held["io"]
         assert planned.kv_global + planned.kv_local + planned.state == held["state"]
         assert planned.scratch == device.memory()["activations"]
         assert planned.total == sum(held.values()) + device.memory()["activations"]
-        kv = engine.plan("decode", 1, 1).tensors
+        kv = engine.runner.plan("decode", 1, 1).tensors
         own = [kv[f"kv.{layer}.{part}"].nbytes for layer in range(3) for part in "kv"]
         assert (planned.kv_local, planned.kv_global) == (sum(own[:2] + own[4:]), sum(own[2:4]))
 
@@ -62,8 +62,8 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(
         device = Units()
         engine = Engine(c, device, EngineConfig(weights="q8_0", ctx=context))
         assert engine.cache.chunk == kv_rows and engine.sizes.rows[-1] == kv_rows
-        held = sum(engine.device._decls[name].nbytes for name in engine._stored)
-        made = [engine.plan("prefill", kv_rows, 1), engine.plan("decode", 1, 1)]
+        held = sum(engine.device._decls[name].nbytes for name in engine.runner._stored)
+        made = [engine.runner.plan("prefill", kv_rows, 1), engine.runner.plan("decode", 1, 1)]
         assert made[0].tensors["h.0"].dtype == "f16"
         assert planned.total - planned.beside == held + device.memory()["activations"]
         assert planned.beside >= max(scratch_bytes(p, dry) for p in made) > 0
@@ -77,7 +77,7 @@ def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: D
     engine = Engine(checkpoint, device, EngineConfig(ctx=256, n_tokens=2048))
     try:
         for rows in engine.sizes.rows:
-            engine.warm_up(rows)
+            engine.runner.warm_up(rows)
         planned = footprint(
             checkpoint.hparams, engine.target.weights, context=256, **planned_on(DryDevice.like(device.report))
         )

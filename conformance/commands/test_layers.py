@@ -24,11 +24,11 @@ TYPES = {
 }
 # What each contract refuses, one import for each.
 WRONG = {
-    "Imports run from commands down to data": ("hybrid.planning.planner", "hybrid.engine.engine"),
+    "Imports run from commands down to data": ("hybrid.planning.planner", "hybrid.engine.loop"),
     "No kernels backend imports another": ("hybrid.kernels.npu.ops", "hybrid.kernels.oracle.linear"),
-    "The engine does not know what measures and judges it": ("hybrid.engine.engine", "hybrid.harness.compare"),
+    "The engine does not know what measures and judges it": ("hybrid.engine.loop", "hybrid.harness.compare"),
     "Of the suite, measuring commands import its harness only": ("hybrid.perf.op", "conformance.support.models"),
-    "No import circle": ("hybrid.engine.kv", "hybrid.engine.engine"),
+    "No import circle": ("hybrid.engine.blocks", "hybrid.engine.loop"),
 }
 
 

@@ -94,10 +94,13 @@ def test_a_neighbour_and_a_kill_leave_the_text_as_it_is(trials):
 @pytest.mark.slow
 def test_a_token_that_changes_beside_a_neighbour_is_found(trials, monkeypatch):
     trials.alone()
-    read = trials.engine.token
-    monkeypatch.setattr(
-        trials.engine, "token", lambda slot, at, ticket=None: read(slot, at, ticket) ^ (at == PROMPT + 5)
-    )
+    read = trials.engine.runner.tokens
+
+    def changed(flight):
+        found, counts = read(flight)
+        return [t ^ (flight.scheduled.context == PROMPT + 5) for t in found], counts
+
+    monkeypatch.setattr(trials.engine.runner, "tokens", changed)
     again = trials.alone()
     assert again.first_difference == 5 and "DIFFERS from token 5 on" in again.line()
 

@@ -37,11 +37,11 @@ def test_the_device_holds_the_bytes_that_the_plan_names_and_every_tensor_its_own
     device.reset()
     checkpoint = random_checkpoint("gemma3-270m", "q4_0", "q8_0", **SMALL)
     engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=2048))
-    held = memory(engine.plan("decode", 1, 1))
+    held = memory(engine.runner.plan("decode", 1, 1))
     assert device.memory()["weights"] == held["weights"] + held["tables"]
     places = [
         (id(s.buffer), s.offset)
-        for d in engine.plan("decode", 1, 1).tensors.values()
+        for d in engine.runner.plan("decode", 1, 1).tensors.values()
         if d.kind == "weight"
         for s in device.slices([d.name])
     ]

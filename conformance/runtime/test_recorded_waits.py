@@ -99,7 +99,7 @@ def test_a_program_without_waits_has_no_kernel_that_waits(
     monkeypatch.setattr(device, "kernel", kernel)
     with tuned(device, merge=2):
         made = engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS, dtype="f32")))
-        plan = made.plan("decode", 1, 1)
+        plan = made.runner.plan("decode", 1, 1)
         for cooperative, merge in ((True, 2), (False, 1)):
             merges.clear()
             program = device.compile(plan, cooperative=cooperative)
@@ -113,7 +113,7 @@ def test_a_program_chooses_its_token_behind_all_that_may_give_up(devices: Device
     device = devices.get("vulkan")
     with tuned(device, merge=2):
         recording = device.compile(
-            engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS))).plan("decode", 1, 1)
+            engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS))).runner.plan("decode", 1, 1)
         ).recording
     names = [d.kernel.name.partition(".")[0] for d in recording.dispatches]
     last = max(i for i, name in enumerate(names) if name in ("layer", "decode_attention"))

@@ -127,12 +127,15 @@ class Bench:
     def run(
         self, wanted: Sequence[Request], until: Callable[[Request], bool] = lambda request: request.finish is not None
     ) -> None:
-        """Run passes until every request is so far. RuntimeError for a token that is none."""
+        """Run passes until every request is so far. RuntimeError for a token that is none, or one too few."""
         while not all(map(until, wanted)):
             self.engine.drive_step()
         for request in wanted:
             if request.error is not None:
                 raise request.error
+            most = self.engine.target.n_tokens
+            if max(request.generated, default=0) >= most:
+                raise RuntimeError(f"the device chose {request.generated}: not all are tokens below {most}")
             if request.finish is not None and len(request.generated) != request.limit:
                 raise RuntimeError(f"a sequence got {len(request.generated)} tokens, {request.limit} were asked for")
 
