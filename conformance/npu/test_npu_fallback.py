@@ -19,6 +19,7 @@ from conformance.support.models import BOTH, demo
 from conformance.support.paths import ATTENTION, ROOT
 from conformance.support.profile import LONG
 from conformance.support.pyxrt_standin import NAME, folder_of, installed, standin
+from conformance.support.texts import ask, greedy
 from hybrid import doctor
 from hybrid.core.errors import DeviceLost, SpecError
 from hybrid.devices.multi import cause
@@ -67,16 +68,11 @@ def cache(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def load(schedule: Any = "gemma3-hybrid", **options: Any) -> hybrid.Model:
-    return hybrid.load(FILE, "cpu", schedule, ctx=CTX, **options)
+    return hybrid.load(FILE, "cpu", schedule, ctx=CTX, **{"slots": 1, **options})  # what designs are built for
 
 
 def text(model: hybrid.Model) -> list[int]:
-    ids = model.encode(PROMPT)
-    slot = model.engine.admit()
-    first = model.engine.prefill({slot: ids})[slot]
-    found = [first, *model.engine.decode(7)[slot]]
-    model.engine.release(slot)
-    return found
+    return greedy(model.engine, model.encode(PROMPT), 8)
 
 
 def said(model: hybrid.Model) -> str:
@@ -137,8 +133,8 @@ def test_an_old_binding_has_single_runs_or_is_refused(
     monkeypatch.setenv("XILINX_XRT", str(tmp_path))
     with installed(standin("runlist")), load(ATTENTION, slots=2) as model:
         ids = model.encode(PROMPT)
-        model.engine.admit(), model.engine.admit()
-        model.engine.prefill({0: ids, 1: ids})
+        both = [ask(model.engine, ids[at:], 1) for at in (0, 1)]
+        assert [len(handle.result().ids) for handle in both] == [1, 1]
         counters = _host(model).counters
         assert counters.runs > 0 == counters.runlists and not model.engine.device.failures
     with installed(standin("hw_context")), load() as model:

@@ -10,6 +10,7 @@ import pytest
 
 from conformance.support.devices import without_vulkan
 from conformance.support.profile import LONG
+from conformance.support.texts import greedy
 from hybrid.core.errors import SpecError
 from hybrid.engine.loop import Engine
 from hybrid.perf import gate
@@ -36,18 +37,18 @@ def once(action: Callable[[Any], object], every: int = 1) -> gated.Step:
     """A token with something beside it that a token should not do; `every`: of so many tokens the first."""
     turn = count()
 
-    def step(made: Engine, slot: int, position: int) -> None:
+    def step(made: Engine) -> None:
         if next(turn) % every == 0:
             action(made)
-        gated.token(made, slot, position)
+        gated.token(made)
 
     return step
 
 
 def forget(made: Any) -> None:
     """Compiled plans, so that the next token records again."""
-    made.programs.clear()
-    made._decoding = None
+    made.runner._programs.clear()
+    made.runner._last = None
 
 
 REGRESSIONS: dict[str, tuple[gated.Step, set[str]]] = {
@@ -60,25 +61,23 @@ REGRESSIONS: dict[str, tuple[gated.Step, set[str]]] = {
     "reads": (once(lambda e: e.device.read("history")), {"token.bytes_down"}),
     "pipelines": (once(lambda e: (e.device._kernels.kernels.clear(), forget(e)), every=6), {"token.pipelines"}),
     "calls": (once(lambda e: [len("") for _ in range(60)]), {"token.python_calls"}),
-    "submits": (once(lambda e: e.decode(1)), {"token.submits", "token.dispatches", "token.barriers"}),
+    "submits": (once(gated.token, every=4), {"token.submits", "token.dispatches", "token.barriers"}),
 }
 
 
 @pytest.fixture(scope="module")
-def sequence():
-    """An engine with one sequence that has its prompt."""
+def warm():
+    """An engine that is warm."""
     with gated.small_engine() as made:
-        made.warm_up(gated.PROMPT)
-        slot = made.admit()
-        made.wait(made.submit_prefill({slot: list(range(2, 2 + gated.PROMPT))}))
-        assert not worse("engine", {**gate.load_gate("engine").expected, **gated.tokens(made, slot)})
-        yield made, slot
+        made.runner.warm_up(gated.PROMPT)
+        assert not worse("engine", {**gate.load_gate("engine").expected, **gated.tokens(made)})
+        yield made
 
 
 @pytest.mark.parametrize("kind", REGRESSIONS)
-def test_what_a_token_should_not_do_is_caught(sequence, kind):
+def test_what_a_token_should_not_do_is_caught(warm, kind):
     step, names = REGRESSIONS[kind]
-    assert names <= worse("engine", {**gate.load_gate("engine").expected, **gated.tokens(*sequence, step)})
+    assert names <= worse("engine", {**gate.load_gate("engine").expected, **gated.tokens(warm, step)})
 
 
 def test_more_dispatches_of_a_plan_are_caught():
@@ -262,14 +261,14 @@ def test_update_keeps_comments_and_margins(tmp_path, monkeypatch, capsys):
 
 
 def test_switches_change_what_they_say_and_nothing_else():
-    assert set(load_switches()) >= {"fused-qkv", "fused-ffn", "int8-activations", "split-attention", "device-sampling"}
+    assert set(load_switches()) >= {"fused-qkv", "fused-ffn", "int8-activations", "split-attention"}
     with gated.small_engine() as made:
-        whole = made.prefill({0: [2, 3, 4, 5]}), made.decode(6)
+        whole = greedy(made, [2, 3, 4, 5], 7)
     for name in ("fused-qkv", "fused-ffn"):
         with gated.small_engine(bindings=bindings_without([find_switch(name)])) as made:
-            assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
+            assert greedy(made, [2, 3, 4, 5], 7) == whole
     with gated.small_engine() as made, tuning_without(list(load_switches().values()), made.device.tuning):
-        assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
+        assert greedy(made, [2, 3, 4, 5], 7) == whole
     with pytest.raises(SpecError, match="fused-qkv"):
         find_switch("fused-qvk")
 

@@ -74,10 +74,10 @@ def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.engine.loop import Engine
     from hybrid.kernels.oracle.device import CpuDevice
 
-    checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)
-    engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=64, chunk=8, profile=True))
+    checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=512)
+    engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=512, chunk=8, profile=True))
     steps, passes = profile.measure(engine, "decode", 9, 1)
-    whole = plan_cost(engine.plan("decode", 1, 1), 11)
+    whole = plan_cost(engine.runner.plan("decode", 1, 1), 11)
     assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops)
     assert steps[0].start == 0 and steps[1].start == pytest.approx(steps[0].us) and len(passes) == 1
 
@@ -88,10 +88,10 @@ def test_a_pass_of_several_sequences_is_profiled_whole(devices):
     from hybrid.engine.loop import Engine
     from hybrid.kernels.oracle.device import CpuDevice
 
-    checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)
-    engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=64, chunk=8, slots=3, profile=True))
+    checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=512)
+    engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=512, chunk=8, slots=3, profile=True))
     steps, (one,) = profile.measure(engine, "decode", 9, 1)
-    whole = plan_cost(engine.plan("decode", 3, 3), 11)
+    whole = plan_cost(engine.runner.plan("decode", 3, 3), 11)
     assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops) and one[
         "rows"
     ] == 3

@@ -36,7 +36,7 @@ if child == 0:
         module.lib = module.vk = Untouchable()
     uses = {
         "generate": lambda: list(model.generate("def f(", 8)), "go on": lambda: list(pieces),
-        "logits": lambda: model.logits([2, 3]), "session": lambda: list(model.generate("def f(", 8, session=model.session())),
+        "logits": lambda: model.logits([2, 3]), "submit": lambda: model.submit("def f(").result(60),
         "peek": lambda: model.engine.device.peek("history", 0, 1), "wait": lambda: model.engine.device.wait(),
         "read": lambda: model.engine.device.read("history"), "load": lambda: hybrid.load(sys.argv[1], "vulkan", ctx=64),
     }

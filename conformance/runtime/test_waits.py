@@ -10,6 +10,7 @@ import pytest
 from conformance.runtime.test_vulkan_runtime import open_toys
 from conformance.support.devices import Driver, shared_device
 from conformance.support.models import MODELS
+from conformance.support.texts import greedy
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import DeviceLost
 from hybrid.engine.loading import EngineConfig
@@ -138,11 +139,12 @@ def test_passes_uploads_and_downloads_carry_their_cost() -> None:
         device: Any = opened
         queue = device._queue
         engine = Engine(checkpoint, device, EngineConfig(ctx=32))
-        engine.prefill({0: [2, 3, 4]})
-        device.wait(engine.submit_decode((0,), 3))
-        plan = engine.program("decode", 1, 1).plan
-        one = plan_cost(plan)
-        assert queue._running[-1][1]() == Cost(3 * one.flops, 3 * one.nbytes) and one.nbytes > checkpoint.file_bytes / 2
+        greedy(engine, [2, 3, 4], 3)
+        program = engine.runner.program("decode", 1, 1)
+        one = plan_cost(program.plan)
+        assert queue._running[-1][1]() == Cost(one.flops, one.nbytes) and one.nbytes > checkpoint.file_bytes / 2
+        device.wait(program.submit(3))
+        assert queue._running[-1][1]() == Cost(3 * one.flops, 3 * one.nbytes)
         piece, data = device.memory_pool.allocate(1 << 20, "scratch"), np.zeros(1 << 20, np.uint8)
         for copy in (device.transfer.upload, device.transfer.download):
             copy(piece, data)
