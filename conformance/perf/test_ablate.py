@@ -40,45 +40,32 @@ def baseline(device):
         yield made
 
 
-def text(made, step):
-    """Ids chosen for positions 9..END by way of `step`, the last by the engine itself."""
-    ablate.restart(made, 8)
-    while made.positions[0] < END:
-        step(made, made.positions[0] + 1)
-    made.wait()
-    return made.token(0, made.positions[0] + 1, made.submit_decode((0,))), made.device.read("history").array[
-        0, 9:END
-    ].tolist()
+def text(made, program):
+    """Ids that a decode program chooses for positions 9..END, and the one before them."""
+    ablate.seconds(made, program, 8, 1)
+    return ablate.decode(made, 8, END - 8, 7)[1]
 
 
 @pytest.fixture(scope="module")
 def wanted(baseline):
-    return text(baseline, ablate.on_device)
+    return text(baseline, ablate.program_without(baseline, []))
 
 
 @pytest.mark.parametrize("name", [s.name for s in load_switches().values() if not (s.profile or s.tuning)])
 def test_every_way_to_decode_gives_the_same_tokens(baseline, wanted, name):
-    """Sampling is greedy: choosing on the host, recording anew or cutting weights apart changes no id."""
-    switch = find_switch(name)
-    step = ablate.DRIVES[switch.engine][1] if switch.engine else ablate.program_without(baseline, [switch])
-    assert len(set(wanted[1])) > 3
-    assert text(baseline, step) == wanted
-    if switch.engine:
-        assert text(baseline, ablate.DRIVES[switch.engine][0]) == wanted
-
-
-def test_the_way_without_recorded_commands_records_every_token(baseline, wanted):
-    recorded = []
-    for step in ablate.DRIVES["record_every_token"]:
-        before = baseline.device.counters.recordings
-        assert text(baseline, step) == wanted
-        recorded.append(baseline.device.counters.recordings - before)
-    assert recorded[0] == 0 and recorded[1] >= END - 9
+    """Sampling is greedy: cutting weights apart changes no id."""
+    program = ablate.program_without(baseline, [find_switch(name)])
+    submits = list[int]()
+    whole = program.submit
+    program.submit = lambda times=1: submits.append(times) or whole(times)
+    assert len(set(wanted)) > 3
+    assert text(baseline, program) == wanted
+    assert len(submits) == 2 + END - 7, "every token is one of this program"
 
 
 def test_the_command_measures_what_it_is_asked(device, capsys):
     shape = ["--random", "gemma3-270m", "--layers", "2", "--vocab", "2048", "--device", device]
-    given = [*shape, "--depth", "16", "--tokens", "4", "-r", "2", "--only", "recorded-commands", "fused-qkv", "--json"]
+    given = [*shape, "--depth", "16", "--tokens", "4", "-r", "2", "--only", "split-attention", "fused-qkv", "--json"]
     assert ablate.main(given) == 0
     found = {w["name"]: w for w in json.loads(capsys.readouterr().out)["speedups"]}
     for one in found.values():
@@ -99,8 +86,10 @@ def test_a_speed_up_is_measured_on_plans_without_what_cannot_stay(device, monkey
         found = ablation.speed_up([find_switch("fused-qkv")], "fused-qkv")
     assert compiled[-2:] == [["layer-in-one"], ["fused-qkv", "layer-in-one"]]
     assert found.summary.endswith("both sides without layer-in-one")
+    override = Override(family="layer", use={"workgroups": 0})
+    wrong = Switch(name="a", summary="", tuning=override, beside=("layer-in-two",))
     with pytest.raises(ValueError, match="no optimisation is called 'layer-in-two'"):
-        Switches(schema=1, switch=(Switch(name="a", summary="", engine="host_sampling", beside=("layer-in-two",)),))
+        Switches(schema=1, switch=(wrong,))
 
 
 @pytest.mark.parametrize("name", [s.name for s in load_switches().values() if s.tuning])
