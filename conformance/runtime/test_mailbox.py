@@ -31,12 +31,12 @@ from conformance.support.cooperative import (
 from conformance.support.devices import Devices, left_zero, need_compiler, open_backend, spy_kernels
 from conformance.support.paths import MUTANTS
 from conformance.support.synthetic import write_hf
+from conformance.support.texts import ask, take
 from conformance.support.ties import INT8_NEAR, INT8_RMS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.plan import FAULTED
 from hybrid.devices.opening import open_device
-from hybrid.engine.loop import Engine
 from hybrid.kernels.vulkan.device import VulkanDevice
 
 pytestmark = pytest.mark.slow
@@ -117,13 +117,14 @@ def mutants(
 
 
 def decode(device: Any, checkpoint: Any, merge: int, layer: bool = True, mutant: int = 0) -> tuple[list[int], bytes]:
-    """Tokens, of which that of the last pass is void, and the bits of the last layer's keys. Nothing published may be
-    left."""
+    """Tokens, and what an aborted step leaves in place of one; the bits of the last layer's keys. Nothing published may
+    be left."""
     with tuned(device, merge, layer):
         made = engine(device, checkpoint)
-        tokens = [made.prefill({0: PROMPT})[0], *made.decode(1)[0]]
+        events = ask(made, PROMPT, TOKENS).events()
+        tokens = take(events, 2)
         set_control(made, {MUTANT_WORD: mutant})
-        tokens += made.decode(TOKENS - 2)[0]
+        tokens += take(events, TOKENS - 2)
         assert any(layers(p) for p in device.programs) == layer, "whether a layer was recorded as one dispatch"
         assert all(left_zero(device, program) for program in device.programs)
         assert made.faults == []
@@ -131,9 +132,10 @@ def decode(device: Any, checkpoint: Any, merge: int, layer: bool = True, mutant:
         assert any(part.any() for part in keys.parts)
         reached = device.read("next_position").array[0], device.read("next_token").array[0]
         give_up(made)
-        device.wait(made.submit_decode((0,)))
+        program = made.runner.program("decode", 1, 1)
+        device.wait(program.submit())
         assert (device.read("next_position").array[0], device.read("next_token").array[0]) == reached
-        tokens.append(device.peek("history", 0, made.positions[0]))
+        tokens.append(device.peek("history", 0, int(reached[0]) + 1))
         return tokens, b"".join(p.tobytes() for p in keys.parts)
 
 
@@ -196,7 +198,7 @@ def test_what_is_published_wrongly_or_left_is_caught(
     assert caught(lambda: decode(mutants("layer"), checkpoint, 2, mutant=WRONG[name]), texts)
 
 
-def test_a_void_pass_that_chooses_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
+def test_an_aborted_step_that_chooses_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
     assert caught(lambda: decode(mutants("sample"), checkpoint, 2), texts)
 
 
@@ -241,32 +243,20 @@ class Clock:
         return self.read() - self.begin - self.compiling
 
 
-def silenced(device: Any, checkpoint: Any, mutant: int, since: int) -> Engine:
-    """An engine whose slot 0 has run PROMPT and one token, and whose producer falls silent at that length of the
-    context."""
-    made = engine(device, checkpoint)
-    made.prefill({0: PROMPT})
-    made.decode(1)
-    set_control(made, {MUTANT_WORD: mutant, SINCE_WORD: since})
-    return made
-
-
-@pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("producer", SILENT)
 def test_a_producer_that_never_publishes_costs_no_token(
-    mutants: Mutants, checkpoint: Any, texts: Texts, producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+    mutants: Mutants, checkpoint: Any, texts: Texts, producer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the middle of a submit on, with more of them on their way."""
+    """From the middle of a text on, with more steps on their way."""
     name, mutant = SILENT[producer]
     device, wanted = mutants(name), texts["separate"][0][:-1]
     with tuned(device):
-        made = silenced(device, checkpoint, mutant, since=len(PROMPT) + 7)
+        made = engine(device, checkpoint)
+        events = ask(made, PROMPT, TOKENS).events()
+        found = take(events, 2)
+        set_control(made, {MUTANT_WORD: mutant, SINCE_WORD: len(PROMPT) + 7})
         clock = Clock(device, monkeypatch)
-        tickets = [made.submit_decode((0,), at_once) for _ in range(2)]  # as a stream has them on their way
-        first, found = len(PROMPT) + 2, []
-        while first + len(found) < len(PROMPT) + TOKENS:
-            found += [made.token(0, first + len(found) + i, tickets[0]) for i in range(at_once)]
-            tickets = [*tickets[1:], made.submit_decode((0,), at_once)]
+        found += take(events, TOKENS - 2)
         assert clock.seconds() < WITHIN_S
-        assert found[: TOKENS - 2] == wanted[2:]
-        assert len(made.faults) == 1 and not made.cooperative
+        assert found == wanted
+        assert len(made.faults) == 1 and not made.runner.cooperative

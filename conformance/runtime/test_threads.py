@@ -14,8 +14,9 @@ import pytest
 import hybrid
 from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny, write_hf
-from hybrid.core.errors import NoFreeSlot
 from hybrid.engine.lock import EngineLock
+from hybrid.engine.runner import Flight
+from hybrid.engine.scheduler import Pass
 from hybrid.model import Model
 
 PROMPTS = ([2, 4, 5, 6], [2, 7, 8, 9, 10, 11, 12, 13, 14], [2] * 17)
@@ -61,8 +62,7 @@ def test_threads_get_the_text_that_each_would_get_alone(folder, device):
     with load(folder, device, 4) as model:
 
         def conversation() -> list[str]:
-            with model.session() as session:
-                return [text(model, p, session=session) for p in (PROMPTS[0], PROMPTS[0] + [20, 21], PROMPTS[2])]
+            return [text(model, p) for p in (PROMPTS[0], PROMPTS[0] + [20, 21], PROMPTS[2])]
 
         jobs: list[Callable[[], Any]] = [lambda p=p: text(model, p, temperature=0.8, seed=3) for p in PROMPTS]  # type: ignore[misc]
         jobs += [conversation, lambda: model.logits(PROMPTS[1]).tobytes()]
@@ -71,7 +71,8 @@ def test_threads_get_the_text_that_each_would_get_alone(folder, device):
             shared = together(*jobs[:3], lambda: text(model, PROMPTS[1], temperature=0.8, seed=3))
             assert shared == [*alone[:3], alone[1]]
         assert together(*jobs[1:]) == alone[1:]
-        assert not model.engine.positions, "a slot was kept"
+        assert model.engine.scheduler.idle and set(model.engine.scheduler.blocks.used.values()) == {0}
+        assert sorted(model.engine.scheduler._slots) == list(range(4)), "a slot was kept"
 
 
 @pytest.mark.slow
@@ -101,25 +102,20 @@ def test_an_iterator_that_was_begun_elsewhere_and_dropped_blocks_nobody(folder):
         assert together(lambda: text(model, PROMPTS[1])) == [alone]  # no slot is left, for as long as others run
         kept.clear()
         held.close()
-        assert not model._serving._jobs and set(model.engine.blocks.used.values()) == {0}
+        assert not model.engine._requests and set(model.engine.scheduler.blocks.used.values()) == {0}
 
 
-def test_sequences_of_the_engine_get_slots_of_requests_and_keep_them_for_a_bounded_time(folder, monkeypatch):
-    monkeypatch.setattr("hybrid.engine.serving.BLOCKED", 0.1)
+def test_a_generation_and_a_reader_of_logits_share_one_slot(folder):
     with load(folder, "cpu", 1) as model:
-        wanted, logits = text(model, PROMPTS[1]), model.logits(PROMPTS[2])
+        wanted, logits = text(model, PROMPTS[1]), model.engine.logits(PROMPTS[2], 4)
         pieces = model.generate(PROMPTS[1], 24, ignore_eos=True)
         found = [next(pieces)]
-        assert np.array_equal(
-            model.logits(PROMPTS[2]), logits
-        )  # the generation gives its slot up, and goes on afterwards
-        assert "".join([*found, *pieces]) == wanted and model.metrics().preemptions == 1
+        assert np.array_equal(model.engine.logits(PROMPTS[2], 4), logits)  # the generation's passes run before
+        assert "".join([*found, *pieces]) == wanted and model.metrics().preemptions == 0
         parts = model.engine.logits_of([PROMPTS[2]], 4)
-        next(parts)
-        with pytest.raises(NoFreeSlot, match="end or close what holds them"):
-            text(model, PROMPTS[1])
-        parts.close()
-        assert text(model, PROMPTS[1]) == wanted
+        first = next(parts)
+        assert text(model, PROMPTS[1]) == wanted and model.metrics().preemptions == 1  # of what nobody reads on
+        assert np.array_equal(np.concatenate([first, *parts]), logits)
 
 
 def test_an_iterator_that_garbage_collection_closes_in_the_midst_of_a_pass_waits_for_its_end(folder):
@@ -129,17 +125,17 @@ def test_an_iterator_that_garbage_collection_closes_in_the_midst_of_a_pass_waits
         next(cycle[0])
         cycle.append(cycle)
         del cycle
-        submit = model.engine.submit_scheduled
+        start = model.engine.runner.start
 
-        def collecting(*args: Any) -> int:
+        def collecting(p: Pass) -> Flight:
             if not seen:
                 gc.collect()
-                seen.append(len(model._serving._jobs))
-            return submit(*args)
+                seen.append(len(model.engine._requests))
+            return start(p)
 
-        model.engine.submit_scheduled = collecting  # type: ignore[method-assign]
+        model.engine.runner.start = collecting  # type: ignore[method-assign]
         assert text(model, PROMPTS[1]) == alone
-        assert seen == [2] and not model._serving._jobs  # still there during the pass, then ended
+        assert seen == [2] and not model.engine._requests  # still there during the pass, then ended
 
 
 @pytest.mark.parametrize("device", BACKENDS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from conformance.support.cooperative import HPARAMS, engine, give_up, layers, se
 from conformance.support.devices import Devices, for_model
 from conformance.support.profile import LONG
 from conformance.support.synthetic import write_hf
-from conformance.support.texts import ask, greedy
+from conformance.support.texts import ask, greedy, take
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import FAULT_WORD
 from hybrid.core.tensor import Tensor
@@ -85,11 +84,6 @@ def both(run: Callable[[Fault], tuple[Engine, Any]]) -> None:
     made, found = run(give_up)
     assert found == wanted
     assert not made.runner.cooperative and len(made.faults) == 1 and "the pass was run again unfused" in made.faults[0]
-
-
-def take(events: Iterator[Event], n: int) -> list[int]:
-    """The next n tokens."""
-    return [token for event in islice(events, n) for token in event.ids]
 
 
 def rest(*running: Iterator[Event]) -> list[list[int]]:
