@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,23 @@ import pytest
 
 from conformance.engine.test_hybrid import drivers_memory
 from conformance.npu.test_npu_surface import MANIFEST
-from conformance.support.devices import open_backend, own_memory
+from conformance.support.devices import for_model, open_backend, own_memory
 from conformance.support.paths import ATTENTION
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import ask, greedy
+from hybrid.checkpoint import open_checkpoint
 from hybrid.core.hostmemory import NotShareable, over, pages
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.devices import transfers
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.device import NpuDevice
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.api import check, ffi, lib, vk
 from hybrid.kernels.vulkan.hostmemory import OPAQUE_FD, import_fd
+from hybrid.spec.schedule import named_schedule
 
 DECL = TensorDecl("t", "f32", (5, 1000), "io")
 DMA_BUF = "VK_EXT_external_memory_dma_buf"
@@ -37,6 +43,23 @@ pytestmark = pytest.mark.usefixtures("sim_machine")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_hf(tmp_path / "hf", tiny(n_layers=2, head_dim=32, layer_is_global=(False, True)))
+
+
+@contextmanager
+def opened(folder: Path, backend: str, depth: int) -> Iterator[tuple[Engine, Any]]:
+    """An engine with attention on sim-npu1, and its devices; `depth` prompt passes overlap."""
+    found = named_schedule(ATTENTION)
+    schedule = found.model_copy(update={"schedule": found.schedule.model_copy(update={"pipeline": depth})})
+    with open_checkpoint(folder) as checkpoint, closing(for_model(backend, schedule).device) as device:
+        config = EngineConfig(ctx=256, chunk=32, slots=2)
+        yield Engine(checkpoint, device, config, schedule=schedule), device
+
+
+def texts(engine: Engine) -> list[Any]:
+    """Logits of one prompt, then the texts of two that run together."""
+    ids = [np.random.default_rng(n).integers(6, 300, n).tolist() for n in (70, 40)]
+    logits = engine.logits(ids[0]).tobytes()
+    return [logits, *[handle.result().ids for handle in [ask(engine, prompt, 3) for prompt in ids]]]
 
 
 def memfd(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -125,17 +148,17 @@ class Importer(CpuDevice):
 def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
     refuses: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Opened(folder, "cpu", schedule_of(ATTENTION, 2)) as one:
-        wanted = one.run()
-        plain = one.device.transfers.counts
+    with opened(folder, "cpu", 2) as (engine, device):
+        wanted = texts(engine)
+        plain = device.transfers.counts
         assert (plain.dma_bufs, plain.copies, plain.why_not) == (0, 0, "") and plain.shared > 0
     stand = Stand(monkeypatch)
     monkeypatch.setattr(Importer, "refuses", refuses)
     monkeypatch.setattr("hybrid.kernels.oracle.device.CpuDevice", Importer)
-    with Opened(folder, "cpu", schedule_of(ATTENTION, 2)) as one:
-        assert isinstance(one.device.main, Importer)
-        assert same(one.run(), wanted)
-        found = one.device.transfers.counts
+    with opened(folder, "cpu", 2) as (engine, device):
+        assert isinstance(device.main, Importer)
+        assert texts(engine) == wanted
+        found = device.transfers.counts
         if refuses:
             assert (found.shared, found.dma_bufs) == (0, 0) and found.copies > 0
             assert found.why_not == "no host pages here; no descriptors either"
@@ -143,16 +166,16 @@ def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
             assert (found.shared, found.copies, found.why_not) == (plain.shared, 0, "")
             assert found.dma_bufs >= found.shared and f", {found.dma_bufs} dma-bufs)" in str(found)
             xrt_sim.faults.vanish_after = 1  # what its buffers hold outlives the device
-            assert len(greedy(one.engine, [5, 6, 7], 3)) == 3
-            assert one.device.failures and not one.device.others
+            assert len(greedy(engine, [5, 6, 7], 3)) == 3
+            assert device.failures and not device.others
     assert stand.given and not stand.open, "importers keep descriptors of their own"
 
 
 def test_without_an_exporter_every_reason_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "anonymous", drivers_memory)
-    with Opened(folder, "vulkan", schedule_of(ATTENTION, 1)) as one:
-        why = one.device.transfers.counts.why_not
-        assert one.device.transfers.counts.shared == 0 and "; sim-npu1 exports no dma-buf" in why
+    with opened(folder, "vulkan", 1) as (_, device):
+        why = device.transfers.counts.why_not
+        assert device.transfers.counts.shared == 0 and "; sim-npu1 exports no dma-buf" in why
 
 
 # --- Vulkan
