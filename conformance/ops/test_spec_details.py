@@ -289,7 +289,7 @@ def test_commands_start_without_workloads() -> None:
 def test_a_size_is_planned_without_numpy_and_without_readers_of_files() -> None:
     code = (
         "import sys; from hybrid import inspect; inspect.main(['gemma3-27b']); import hybrid.checkpoint as c; "
-        "unused = ('numpy', 'hybrid.checkpoint.open', 'hybrid.convert.shards', 'hybrid.engine.weights', 'hybrid.quant.codec',"
+        "unused = ('numpy', 'hybrid.checkpoint.open', 'hybrid.convert.shards', 'hybrid.engine.runner', 'hybrid.quant.codec',"
         " 'hybrid.spec.devicesheet'); found = [m for m in unused if m in sys.modules]; "
         "print('loaded', found, 'numpy' in sys.modules or c.open_checkpoint.__name__)"
     )
