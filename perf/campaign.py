@@ -6,7 +6,7 @@ ablation.
     python -m perf.campaign --list                           # the commands, to be run by hand
 
 The commands are those of perf/campaign.toml, each in a process of its own. What was made before is kept: a campaign
-that was stopped goes on where it was. No git is needed on the device; perf.record takes the files in where the commit
+that was stopped resumes. No git is needed on the device; perf.record takes the files in where the commit
 is.
 """
 

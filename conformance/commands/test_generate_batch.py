@@ -1,4 +1,4 @@
-"""generate --batch: many prompts, results in their order, output that goes on where it was interrupted."""
+"""generate --batch: many prompts, results in their order, output that resumes where it was interrupted."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def wanted(baseline):
 
 @pytest.mark.parametrize("name", [s.name for s in load_switches().values() if not (s.profile or s.tuning)])
 def test_every_way_to_decode_gives_the_same_tokens(baseline, wanted, name):
-    """Sampling is greedy: cutting weights apart changes no id."""
+    """Sampling is greedy: splitting joined weights changes no id."""
     program = ablate.program_without(baseline, [find_switch(name)])
     submits = list[int]()
     whole = program.submit

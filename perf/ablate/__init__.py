@@ -5,8 +5,8 @@
 
 Each optimisation of perf/ablate/switches.toml is switched off alone: speed-ups are measured, never multiplied together.
 The baseline with all of them is measured again beside every switch, in alternating order, so that a drifting clock
-slows both. Seconds are of one token on the host's clock, the median over repetitions; without look-ahead, for all ways
-alike. Last, all that are in the plan are switched off at once.
+slows both. Seconds are of one token on the host's clock, the median over repetitions. Last, all that are in the plan are
+switched off at once.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Ablation:
         baseline, ours = self._engine([])
         other, theirs = self._engine(switches)
         removed = [find_switch(n) for s in switches for n in s.beside if n not in {s.name for s in switches}]
-        if removed or any(s.apart or s.tuning for s in switches):
+        if removed or any(s.split or s.tuning for s in switches):
             ours, theirs = program_without(baseline, removed), program_without(other, [*switches, *removed])
         pairs = []
         for i in range(self.repeats + 1):

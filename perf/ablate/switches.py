@@ -1,7 +1,7 @@
 """Optimisations that can be switched off: declared in perf/ablate/switches.toml, applied to a device, a schedule or a
 plan.
 
-A switch says what makes the difference and nothing else does: `apart` records an operation as if its joined weight were
+A switch says what makes the difference and nothing else does: `split` records an operation as if its joined weight were
 the matrices it was joined from, `profile` gives matrices other inputs, `tuning` overrides numbers of a family of the
 tuning tables. A later optimisation joins by declaring its switch.
 """
@@ -30,7 +30,7 @@ from hybrid.spec.schedule import Profile, Schedule
 FILE = Path(__file__).with_name("switches.toml")
 
 
-class Apart(Model):
+class Split(Model):
     """An operation's weight as separate matrices, by their numbers of rows: expressions over its axes."""
 
     op: str
@@ -62,7 +62,7 @@ class Switch(Model):
 
     name: str
     summary: str
-    apart: Apart | None = None
+    split: Split | None = None
     profile: Profile | None = None
     tuning: Override | None = None
     beside: tuple[str, ...] = ()
@@ -70,9 +70,9 @@ class Switch(Model):
 
     @model_validator(mode="after")
     def _validate_one(self) -> Switch:
-        means = [m for m in (self.apart, self.profile, self.tuning) if m is not None]
+        means = [m for m in (self.split, self.profile, self.tuning) if m is not None]
         if len(means) != 1:
-            raise FieldError("name", f"{self.name!r} must say exactly one of apart, profile, tuning")
+            raise FieldError("name", f"{self.name!r} must say exactly one of split, profile, tuning")
         return self
 
 
@@ -101,21 +101,21 @@ def find_switch(name: str) -> Switch:
 
 
 def bindings_without(switches: Sequence[Switch]) -> dict[str, Binding]:
-    """The Vulkan bindings, with the weights of switched operations cut apart."""
+    """The Vulkan bindings, with the weights of switched operations split."""
     found: dict[str, Binding] = dict(BINDINGS)
-    for apart in (s.apart for s in switches if s.apart):
-        if apart.op not in found:
-            raise SpecError(f"{FILE.name}: apart.op: no binding for {apart.op!r}{nearest(apart.op, found)}")
-        found[apart.op] = _cut(found[apart.op], apart)
+    for split in (s.split for s in switches if s.split):
+        if split.op not in found:
+            raise SpecError(f"{FILE.name}: split.op: no binding for {split.op!r}{nearest(split.op, found)}")
+        found[split.op] = _cut(found[split.op], split)
     return found
 
 
-def _cut(record: Binding, apart: Apart) -> Binding:
-    exprs = [Expr(text) for text in apart.rows]
+def _cut(record: Binding, split: Split) -> Binding:
+    exprs = [Expr(text) for text in split.rows]
 
     def recorded(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
         sizes = [int(e.eval(step.bind)) for e in exprs]
-        record(rec, step, {**t, apart.weight: in_rows(t[apart.weight], sizes)})
+        record(rec, step, {**t, split.weight: in_rows(t[split.weight], sizes)})
 
     return recorded
 

@@ -97,7 +97,7 @@ def paired(first: Work, second: Work, pairs: int = PAIRS) -> Ratio:
 
 
 def recorded_over_unfused() -> Ratio:
-    """A token by the plan as it is, over one with joined weights apart."""
+    """A token by the plan as it is, over one with joined weights split."""
     unfused = bindings_without([find_switch("fused-qkv"), find_switch("fused-ffn")])
     with small_engine() as ours, small_engine(bindings=unfused) as theirs:
         return paired(decoding(ours), decoding(theirs))

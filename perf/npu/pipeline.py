@@ -1,7 +1,7 @@
 """What it is worth to have two prefill chunks in flight, one on each device (python -m perf.npu --pipeline). Modelled.
 
-One after another, a chunk takes the sum of what its segments take on either device; with two in flight a device goes on
-with the other chunk, and a long prompt takes what the busier device has to do. A segment on the NPU is the run, the
+One after another, a chunk takes the sum of what its segments take on either device; with two in flight a device runs
+the other chunk meanwhile, and a long prompt takes what the busier device has to do. A segment on the NPU is the run, the
 host's work for it (which the NPU waits for, in the one thread that feeds it) and a change of fabric where the last
 run's was another. Both devices are given their own rates throughout: what they take from each other's memory bandwidth
 is not in it.

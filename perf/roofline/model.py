@@ -169,11 +169,11 @@ class Speculation:
 
     @property
     def yields(self) -> float:
-        """Expected tokens of one round."""
+        """Expected tokens of one verification."""
         return (1 - self.acceptance ** (self.length + 1)) / (1 - self.acceptance)
 
     def seconds(self, model: Subject, context: int, sheet: DeviceSheet, level: Level) -> float:
-        """Of one round: the draft's passes and the verification. SpecError for a second device that does not share the
+        """Of the draft's passes and the verification. SpecError for a second device that does not share the
         model's memory: what it costs to bring tokens over is not modelled."""
         verification = model.verify(self.length, context)
         verifying = estimate(verification, sheet, level).seconds
@@ -188,8 +188,8 @@ class Speculation:
         each, shared = at_least(draft, self.on, level), bandwidth(find_sheet(self.on.device.shares), level)
         if level == "ceiling":
             return max(verifying, self.length * each, (verification.streamed + self.length * draft.streamed) / shared)
-        # Beside a verification the token after its guesses is guessed too. What was drafted goes on from all of them,
-        # or is vain.
+        # Beside a verification the token after its guesses is guessed too. What was drafted
+        # continues from all of them, or is discarded.
         ahead, drafting, ready = self.length + 1, self.length * each, self.acceptance ** (self.length + 1)
         together = max(verifying, ahead * each, (verification.nbytes + ahead * draft.nbytes) / shared)
         waiting = verifying + drafting
@@ -305,7 +305,7 @@ def text(data: dict[str, Any]) -> str:
             "",
             f"speculative, draft {s['draft']} on {s['device']}, length {s['length']}, acceptance {s['acceptance']:.3g}: "
             f"{s['yields']:.2f} tokens "
-            f"per round; ceiling {s['ceiling']:.1f} tok/s, expected {s['expected']:.1f} tok/s"
+            f"per verification; ceiling {s['ceiling']:.1f} tok/s, expected {s['expected']:.1f} tok/s"
             + (f" ({s['waiting']:.1f} where it waits for each verification)" if "waiting" in s else ""),
         ]
     return "\n".join(lines)

@@ -60,7 +60,7 @@ def merged(old: str, family: str, made: str) -> str:
 
 
 def target(name: str) -> Path:
-    """Where table `name` is renewed; an installation goes on with the tables that it came with."""
+    """Where table `name` is renewed; an installation keeps the tables that it came with."""
     return (TABLES if in_clone() else Path("tuning")) / f"{name}.toml"
 
 
