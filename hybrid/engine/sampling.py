@@ -20,6 +20,7 @@ from hybrid.core.tensor import Tensor
 from hybrid.planning.planner import Target
 from hybrid.spec.step import Option
 
+PLAIN = frozenset[Option]()
 PATIENCE = 0.003
 """Seconds that a pass waits for masks; sequences without theirs are left to a later one."""
 GUESSED_ROWS = 16
@@ -246,7 +247,8 @@ class SamplingState:
 
     def __init__(self, device: Device, target: Target) -> None:
         self.device, self.target = device, target
-        self._sampling: dict[int, Sampling] = {}
+        self._options: dict[int, frozenset[Option]] = {}
+        self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraint] = {}
         self._masks: dict[int, list[np.ndarray | None]] = {}
         """Slot -> what its constraint allows next, once asked; then after each guessed token."""
@@ -277,14 +279,15 @@ class SamplingState:
             history = np.full((1, self.target.cache.ctx), -1, np.int32)
             history[0, : len(prompt) + len(generated)] = [*prompt, *generated]
             self.device.write("history", Tensor.of(history), slot)
-        self._sampling[slot] = sampling
+        self._options[slot], self._logprobs[slot] = sampling.options(constraint is not None), sampling.logprobs
         if constraint is not None:
             self._constraints[slot] = constraint
 
     def release(self, slot: int) -> None:
         """Forget a slot's sequence."""
         self._forget(slot)
-        self._sampling.pop(slot, None)
+        self._options.pop(slot, None)
+        self._logprobs.pop(slot, None)
         self._constraints.pop(slot, None)
 
     def forget(self, constraint: Constraint) -> None:
@@ -300,8 +303,7 @@ class SamplingState:
 
     def options(self, slots: Iterable[int]) -> frozenset[Option]:
         """What plans must be made with for a pass that chooses tokens of these slots."""
-        wanted = (self._sampling[s].options(s in self._constraints) for s in slots if s in self._sampling)
-        return frozenset[Option]().union(*wanted)
+        return PLAIN.union(*(self._options.get(s, PLAIN) for s in slots))
 
     def constrained(self, slots: Iterable[int]) -> bool:
         """Whether one of these may not run ahead of what its constraint has been told."""
@@ -379,7 +381,7 @@ class SamplingState:
     ) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]] | None:
         """The token chosen for a position with its log-probability, and the most likely ones, after the pass `ticket`;
         None where nobody asked. At most 64 positions late: the device keeps no more of a slot."""
-        wanted = self._sampling[slot].logprobs
+        wanted = self._logprobs[slot]
         if not wanted:
             return None
         ids, values = (
