@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hybrid.core.device import Program
-from hybrid.core.plan import CONTROL, CONTROL_WORDS, NOT_FINITE, Extent, Plan, Step, TensorDecl
+from hybrid.core.plan import CONTROL, CONTROL_WORDS, NOT_FINITE, Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.harness import compare
 from hybrid.harness.cases import Case, live
@@ -87,7 +87,7 @@ def control_of(case: Case, before: Mapping[str, Tensor]) -> tuple[TensorDecl, Te
 def step_of(spec: OpSpec, case: Case, name: str, args: Mapping[str, str], device: str) -> Step:
     """The case's call, on tensors stored under the names `args`."""
     outs = case.wanted or bool(spec.token_axis and spec.axes[spec.token_axis].role == "outs")
-    extent: Extent = "outs" if outs else "rows"
+    extent = "outs" if outs else "rows"
     return Step(case.op, name, dict(case.bind), dict(args), dict(case.attrs), device=device, extent=extent)
 
 

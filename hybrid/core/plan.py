@@ -13,12 +13,20 @@ from typing import Literal
 
 from hybrid.core.dtypes import DTYPES, DType
 
-Extent = Literal["rows", "outs"]
 CONTROL_WORDS = 8
 # Words of a plan's control tensor (u32): live rows, live output rows, and the longest context (position + 1) of any
 # live row.
 CONTROL_TENSOR = "control"
-CONTROL = {"rows": 0, "outs": 1, "context": 2}
+
+
+class _Words(dict[str, int]):
+    """Words of a tensor of live counts: those of a plan's control by name, any by its number as text."""
+
+    def __missing__(self, name: str) -> int:
+        return int(name)
+
+
+CONTROL = _Words(rows=0, outs=1, context=2)
 # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
 FAULT_WORD = 3
 FAULTED = -2  # in `history`, in place of a token: the pass was void
@@ -114,9 +122,12 @@ class Step:
     """The op's tensor names (inputs, outputs, state, scratch) -> names of declared tensors."""
     attrs: Mapping[str, float | int | str] = field(default_factory=dict)
     device: str = "cpu"
-    extent: Extent = "rows"
-    """Which live count bounds the op's token axis."""
+    extent: str = "rows"
+    """Which live count bounds the op's token axis: a word of `counts` (CONTROL)."""
     layer: int | None = None
+    counts: str = ""
+    """The u32 tensor that has it; empty: the plan's control. Another step of the plan may write it, such as one that
+    gives rows to experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +147,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for step in self.steps:
-            missing = [t for t in step.args.values() if t not in self.tensors]
+            missing = [t for t in (*step.args.values(), step.counts) if t and t not in self.tensors]
             if missing:
                 raise ValueError(f"plan {self.name}: step {step.name} names undeclared tensors {missing}")
 

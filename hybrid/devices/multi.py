@@ -290,7 +290,7 @@ class PassProgram:
         where, device = self.where(i), self.device
         if (i, where) not in self._programs:
             steps = tuple(replace(s, device=where) for s in self.segments[i].steps)
-            used = {self.plan.control, *(n for s in steps for n in s.args.values())}
+            used = {self.plan.control, *(n for s in steps for n in (*s.args.values(), s.counts) if n)}
             tensors = {n: self.plan.tensors[n] for n in used}
             arena = max((d.offset + d.nbytes for d in tensors.values() if d.kind == "activation"), default=0)
             segment = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors=tensors, arena_bytes=arena)

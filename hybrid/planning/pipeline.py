@@ -66,7 +66,9 @@ def for_pipeline_slot(plan: Plan, pipeline_slot: int, arena_bytes: int) -> Plan:
     return replace(
         plan,
         name=name_in_slot(plan.name, pipeline_slot),
-        steps=tuple(replace(s, args={k: own[n] for k, n in s.args.items()}) for s in plan.steps),
+        steps=tuple(
+            replace(s, args={k: own[n] for k, n in s.args.items()}, counts=own.get(s.counts, "")) for s in plan.steps
+        ),
         tensors={own[n]: moved(d) for n, d in plan.tensors.items()},
         arena_bytes=(pipeline_slot + 1) * arena_bytes,
         control=own[plan.control],
@@ -86,7 +88,7 @@ def uses(segment: Segment) -> Uses:
         return {step.args[n] for n in args if not (step.op == "begin_pass" and n in TABLES)}
 
     ops = [(s, load_op(s.op)) for s in segment.steps]
-    reads = {n for s, op in ops for n in named(s, (*op.inputs, *op.state))}
+    reads = {n for s, op in ops for n in named(s, (*op.inputs, *op.state))} | {s.counts for s, _ in ops if s.counts}
     writes = {n for s, op in ops for n in named(s, (*op.outputs, *op.scratch, *op.state))}
     return Uses(frozenset(reads), frozenset(writes))
 

@@ -10,7 +10,7 @@ from typing import Literal
 from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, Extent, Plan, Step, TensorDecl
+from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused, housed
@@ -154,7 +154,7 @@ class _Planner:
         """Whether every row is wanted as it is, so that none are picked: in decode each row gets a token."""
         return self.phase == "decode" or self.capture
 
-    def _extent(self, draft: Draft) -> Extent:
+    def _extent(self, draft: Draft) -> str:
         if draft.extent == "wanted":
             return "rows" if self._every_row else "outs"
         return "rows" if draft.extent == "rows" else "outs"
@@ -257,6 +257,7 @@ class _Planner:
         made = {**op.outputs, **op.scratch}
         shapes = {k: self._read(index, draft, k, n).shape for k, n in args.items() if k not in made}
         shapes |= {k: self._outlasting(n).shape for k, n in args.items() if k in made and n in self.declared}
+        counts, word = self._counts(index, draft)
         try:
             bind, bound = self._solved(op, shapes, self._axes(draft, op))
             for key, shape in bound.items():
@@ -267,19 +268,26 @@ class _Planner:
             }
             attrs = {k: float(v) if op.attributes[k].type == "float" else v for k, v in attrs.items()}
             step = Step(
-                op.name,
-                draft.name,
-                bind,
-                args,
-                op.attrs(bind, attrs),
-                self._device(draft),
-                self._extent(draft),
-                draft.layer,
+                op.name, draft.name, bind, args, op.attrs(bind, attrs), self._device(draft), word, draft.layer, counts
             )
             self._check(op, step, {k: self.tensors[n] for k, n in args.items()})
         except SpecError as e:
             raise self._error(draft, str(e)) from None
         return step
+
+    def _counts(self, index: int, draft: Draft) -> tuple[str, str]:
+        """The tensor that has a step's live count (empty: the plan's control), and the word."""
+        if draft.spec.live is None:
+            return "", self._extent(draft)
+        name, _, word = self.names.fill(draft.spec.live, draft.layer).rpartition(":")
+        if not word.isdigit() or not name:
+            raise self._error(draft, f"live = {draft.spec.live!r}: write TENSOR:WORD")
+        decl = self._read(index, draft, "live", name)
+        if decl.dtype != "u32" or int(word) >= min(decl.shape[-1], 255):
+            raise self._error(
+                draft, f"live: {name} is {decl.dtype} {list(decl.shape)}; word {word} of a u32 vector is needed"
+            )
+        return name, word
 
     def _solved(
         self, op: OpSpec, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]

@@ -48,6 +48,9 @@ class StepSpec(Model):
     device: Text = "main"
     extent: Text = "rows"
     """Which rows it is for: rows, outs, or wanted (EXTENTS); may hold {holes}."""
+    live: str | None = None
+    """What counts its live rows in place of the pass's: TENSOR:WORD, a u32 tensor that another step writes; may hold
+    {holes}."""
     option: Option | None = None
     """Only in plans that are made with this option; None: in all."""
     alias: dict[str, str] = Field(default_factory=dict)

@@ -36,7 +36,6 @@ class HostProgram:
         self._bind()
 
     def _bind(self) -> None:
-        self._control = self.device.whole(self.plan.control).array
         self._steps = [_Bound(self, step) for step in self.plan.steps]
         self._generation = self.device.generation
 
@@ -57,7 +56,7 @@ class HostProgram:
         with self.device.blas, np.errstate(all="ignore"):  # infinities and NaN are results here, as on every device
             for bound in self._steps:
                 start = time.perf_counter()
-                bound.run(self._control)
+                bound.run()
                 marks.append((start, time.perf_counter()))
         if self.profile:
             named = zip(self.plan.steps, marks, strict=True)
@@ -79,6 +78,8 @@ class _Bound:
             raise ValueError(f"step {step.name}: the {self.device.name} device has no operation {step.op!r}")
         spec = self.device.ops[step.op]
         self.function = self.device.functions[step.op]
+        self.control = program.device.whole(program.plan.control).array
+        self.counts = program.device.whole(step.counts).array if step.counts else self.control
         self.axis = spec.token_axis
         self.bucket = None if self.axis is None else step.bind.get(self.axis)  # None: an operation on weights alone
         shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}
@@ -100,8 +101,8 @@ class _Bound:
         self.label = f"step {step.name}"
         self._prepared_for = -1
 
-    def run(self, control: np.ndarray) -> None:
-        live = int(control[CONTROL[self.step.extent]])
+    def run(self) -> None:
+        control, live = self.control, int(self.counts[CONTROL[self.step.extent]])
         if self.bucket is not None and live > self.bucket:
             raise ValueError(f"step {self.step.name}: {live} live {self.step.extent} in a plan for {self.bucket}")
         if self.bucket is not None and live == 0:

@@ -32,8 +32,8 @@ class Live:
     cap: int = 1
 
     def __post_init__(self) -> None:
-        if self.extent not in CONTROL:
-            raise ValueError(f"no live count {self.extent!r}; known: {', '.join(CONTROL)}")
+        if self.extent not in CONTROL and not self.extent.isdigit():
+            raise ValueError(f"no live count {self.extent!r}; known: {', '.join(CONTROL)}, or the number of a word")
         if not (0 < self.per < 1 << 24 and self.cap > 0):
             raise ValueError(f"per and cap must be positive, got per={self.per}, cap={self.cap}")
 
@@ -89,7 +89,8 @@ class Recorder:
 
     def __init__(self, device: Any, control: Slice, cooperative: bool = True) -> None:
         self.device = device
-        self.control = control
+        self.control = self._plan_control = control
+        """What has the live counts of the step that is recorded."""
         self.cooperative = cooperative
         # Placeholders: real memory is known only when everything is recorded.
         self.scratch_buffer = Buffer(0, "scratch")
@@ -104,12 +105,14 @@ class Recorder:
         """What a binding leaves for later ones, by a name of its own."""
         self._dispatches: list[Dispatch] = []
         self._owners: dict[int, int] = {}  # offset of counters -> the dispatch that they belong to
-        self._entries: dict[tuple[GridAxis, ...], int] = {}
+        self._entries: dict[tuple[Slice, tuple[GridAxis, ...]], int] = {}
         self._scratch_used = self._scratch_most = self._counter_bytes = self._zeros_used = self._zeros_most = 0
 
-    def begin_step(self, index: int) -> None:
-        """Later dispatches belong to step `index`; scratch of earlier steps may be used again."""
+    def begin_step(self, index: int, counts: Slice | None = None) -> None:
+        """Later dispatches belong to step `index`, whose live counts are in `counts` (default: the plan's control);
+        scratch of earlier steps may be used again."""
         self.step, self._scratch_used, self._zeros_used = index, 0, 0
+        self.control = self._plan_control if counts is None else counts
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         """A kernel of the manifest with its specialisation constants."""
@@ -170,7 +173,7 @@ class Recorder:
         fixed = tuple([1 if m == 1 else a for a, m in zip(axes, most, strict=True)])
         entry = None
         if any([isinstance(a, Live) for a in fixed]):
-            entry = self._entries.setdefault(fixed, len(self._entries))
+            entry = self._entries.setdefault((self.control, fixed), len(self._entries))
         self._dispatches.append(
             Dispatch(
                 kernel,
@@ -208,6 +211,7 @@ class Recorder:
 
     def finish(self) -> Recording:
         """Insert the grid kernel where grids must be computed, and the barriers."""
+        self._sort_entries()
         dispatches = self._with_grids()
         return Recording(
             dispatches,
@@ -228,7 +232,7 @@ class Recorder:
 
     def _table(self) -> list[int]:
         words: list[int] = []
-        for axes in self._entries:
+        for _, axes in self._entries:
             for axis in axes:
                 if isinstance(axis, Live):
                     words += [CONTROL[axis.extent] | axis.per << 8, axis.most]
@@ -237,27 +241,42 @@ class Recorder:
             words += [0, 0]
         return words
 
-    def _with_grids(self) -> list[Dispatch]:
-        """The grid kernel runs at the start and after each step that writes control, where indirect grids follow."""
-        out: list[Dispatch] = []
-        stale = True
+    def _sort_entries(self) -> None:
+        """Number the grids that follow from one tensor of counts one after another."""
+        owners = list(dict.fromkeys(control for control, _ in self._entries))
+        order = sorted(self._entries, key=lambda key: (owners.index(key[0]), self._entries[key]))
+        new = {self._entries[key]: i for i, key in enumerate(order)}
         for d in self._dispatches:
-            if d.entry is not None and stale:
-                count = len(self._entries)
+            d.entry = None if d.entry is None else new[d.entry]
+        self._entries = {key: i for i, key in enumerate(order)}
+
+    def _with_grids(self) -> list[Dispatch]:
+        """The grid kernel runs for each tensor of counts before the first indirect grid that follows from it, and again
+        after each step that writes it, where such grids follow."""
+        out: list[Dispatch] = []
+        spans: dict[Slice, tuple[int, int]] = {}  # first entry, and how many
+        for (control, _), i in self._entries.items():
+            first, count = spans.get(control, (i, 0))
+            spans[control] = first, count + 1
+        stale = set(spans)
+        for d in self._dispatches:
+            control = d.reads[0]
+            if d.entry is not None and control in stale:
+                first, count = spans[control]
                 out.append(
                     Dispatch(
                         self.kernel("grid"),
-                        (self.control, self._table_slice),
+                        (control, self._table_slice),
                         (self.grid_slice,),
-                        struct.pack("<II", 0, count),
+                        struct.pack("<II", first, count),
                         (-(-count // 64), 1, 1),
                         None,
                         d.step,
                     )
                 )
-                stale = False
+                stale.remove(control)
             out.append(d)
-            stale = stale or any(w.overlaps(self.control) for w in d.writes)
+            stale |= {control for control in spans if any(w.overlaps(control) for w in d.writes)}
         return out
 
 

@@ -26,7 +26,8 @@ def record_steps(
     args: list[Tensors] = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
     at = 0
     while at < len(steps):
-        rec.begin_step(at)
+        counts = steps[at].counts
+        rec.begin_step(at, tensors[counts].parts[0] if counts else None)
         count = _record_group(rec, steps, args, at, binding)
         if not count:
             count = 1
@@ -42,6 +43,7 @@ def _record_group(
     for ops, group in BEGUN_BY.get(steps[first].op, ()):
         end = first + len(ops)
         matches = tuple(s.op for s in steps[first:end]) == ops and all(binding(op) is BINDINGS[op] for op in ops)
+        matches = matches and len({s.counts for s in steps[first:end]}) == 1
         if matches and group(rec, steps[first:end], args[first:end]):
             return len(ops)
     return 0
