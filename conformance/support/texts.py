@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybrid.engine.handle import Handle
 from hybrid.engine.loop import Engine
-from hybrid.engine.request import Options
+from hybrid.engine.request import Event, Options
 
 
 def ask(engine: Engine, ids: Sequence[int], n: int, **options: Any) -> Handle:
@@ -18,6 +18,14 @@ def ask(engine: Engine, ids: Sequence[int], n: int, **options: Any) -> Handle:
 def greedy(engine: Engine, ids: Sequence[int], n: int, **options: Any) -> list[int]:
     """The `n` tokens that follow these, fewer at the context's end."""
     return list(ask(engine, ids, n, **options).result().ids)
+
+
+def take(events: Iterator[Event], n: int) -> list[int]:
+    """The next `n` tokens of a request's events."""
+    found: list[int] = []
+    while len(found) < n:
+        found += next(events).ids
+    return found
 
 
 def until(handle: Handle, n: int) -> list[int]:
