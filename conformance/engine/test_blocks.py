@@ -275,6 +275,14 @@ def test_the_groups_of_a_cache():
     assert groups_of(shape) == (Group("global", shape.global_blocks), Group("local", shape.local_blocks, 10))
 
 
+def test_a_ring_has_the_blocks_that_a_chunk_can_see():
+    """Wherever in a block the chunk begins; no more."""
+    for window, chunk in ((1, 1), (3, 32), (10, 16), (33, 1)):
+        shape = CacheShape(1000, window, chunk, 1)
+        seen = [range(at - window + 1, at + chunk) for at in range(500, 500 + shape.block)]
+        assert shape.ring == max(len({position // shape.block for position in rows}) for rows in seen)
+
+
 def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="group g: blocks must be positive, not 0"):
         Group("g", 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -236,6 +237,14 @@ class Waits:
 
     def __init__(self, fails: bool) -> None:
         self.fails, self.waited, self.closed = fails, 0, False
+        self.followed: list[dict[Request, int]] = []
+
+    def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
+        return {request: [1] * most for request, most in wanted.items()}
+
+    def follow(self, verified: dict[Request, int], most: int) -> bool:
+        self.followed.append(verified)
+        return bool(verified)
 
     def wait(self) -> None:
         self.waited += 1
@@ -271,6 +280,45 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool, mo
             "nothing to free)"
         ]
     assert model.closed == fails
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Waits, Clock, Followed]:
+    """A speculator with a draft model by hand, and a request with three guesses of a pass."""
+    clock, model = Clock(), Waits(False)
+    monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
+    speculator = Speculator(model, 8, 3, None, lambda r, e: None, lambda why: None, clock)  # type: ignore[arg-type]
+    one = Followed(request(0, [1], 30), 3, True, Acceptance())
+    one.asked = 3
+    speculator._of[one.request] = one
+    return speculator, model, clock, one
+
+
+def test_guesses_behind_a_verification_are_timed_from_its_end(behind: Any) -> None:
+    """The device has gone on by itself since then; other guesses begin when they are asked for."""
+    speculator, _, clock, one = behind
+    scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
+    speculator._seen, clock.now = 1.0, 1.5
+    for number, began in ((scheduler.number, 1.0), (scheduler.number - 1, 1.5)):
+        speculator._followed = number
+        assert speculator._propose(scheduler, [one]) and speculator._drafting == (began, 3)
+
+
+def test_nothing_is_guessed_behind_what_a_text_ends_with(behind: Any) -> None:
+    """Where all guesses are right, a token and another guess must be left."""
+    speculator, model, _, one = behind
+    one.request.slot = 0
+    for left in (3, 2):
+        one.request.last = len(one.request.ids) + 3 + left
+        speculator._verifying = 1, {one.request: 3}
+        speculator._follow_up()
+    assert model.followed == [{one.request: 3}, {}]
+
+
+def test_where_nobodys_guesses_pay_tries_become_rare() -> None:
+    """A try takes a pass of its own, whichever sequences make it."""
+    found = spent(0.0, computes, sequences=8)
+    assert found.verified > 0 and found.seconds <= 1.02 * TOKENS * computes(8), found
 
 
 def test_a_drafter_that_was_slow_once_is_found_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from conformance.support.fake_runner import request
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
+from hybrid.core.plan import FAULTED
+from hybrid.engine.blocks import Blocks, Group
+from hybrid.engine.request import Request
+from hybrid.engine.runner import Flight
+from hybrid.engine.scheduler import Limits, Pass
 from hybrid.engine.speculation import DraftModel, Lookup, Replay
 from hybrid.kernels.oracle.device import CpuDevice
 
@@ -48,6 +54,72 @@ def test_replay_is_right_as_often_as_asked() -> None:
     assert after(Replay({(1,): text}, 1.0), [2], 3) == [], "nor of another prompt"
     with pytest.raises(ValueError, match="rate must be a probability"):
         Replay({(1,): text}, 1.5)
+
+
+def draft(ctx: int, passes: list[Pass | None] | None = None) -> DraftModel:
+    """On a runner that runs nothing, and whose passes choose no tokens. passes: notes them; None: an abort."""
+    noted = [] if passes is None else passes
+    runner: Any = SimpleNamespace(
+        device=SimpleNamespace(shares=lambda name: True, passes_ahead=2, peek=lambda *place: FAULTED),
+        cache=SimpleNamespace(ctx=ctx, slots=1),
+        blocks=Blocks([Group("local", 80, 2)], 4),
+        limits=lambda queue: Limits(1, ctx, rows=8),
+        assign=lambda own: None,
+        start=lambda made: (noted.append(made), Flight(made, 1, 0.0))[1],
+        abort=lambda: noted.append(None),
+    )
+    return DraftModel(runner, "null", lambda: None)
+
+
+def verified_on(one: Request) -> Request:
+    """As if the larger model ran it."""
+    one.slot, one.last = 0, one.n_prompt + one.limit
+    return one
+
+
+def test_a_draft_follows_no_further_than_the_context() -> None:
+    for n, follows in ((33, True), (34, False)):
+        one, small = verified_on(request(0, [1] * n, 40 - n)), draft(40)
+        assert len(small.propose({one: 3})[one]) == 3
+        assert small.follow({one: 3}, 3) == follows, "three verified, three behind them"
+
+
+def test_what_a_draft_expects_is_behind_the_last_verification() -> None:
+    """Where all guesses were right its first pass has run the last of them, and is no guess."""
+    for right, expected in ((3, 2), (1, 3)):
+        one, small = verified_on(request(0, [1] * 10, 30)), draft(40)
+        small.propose({one: 3})
+        assert small.expects(one) == 0 and small.follow({one: 3}, 3)
+        one.ids += [1] * (right + 1)
+        small.verified(one, right)
+        assert small.expects(one) == expected
+        small.propose({one: expected})
+        one.ids += [1]
+        assert small.expects(one) == 0, "nothing was submitted behind that one"
+
+
+def test_a_draft_runs_again_what_it_guessed_wrongly() -> None:
+    """Also where tokens came without guesses since then."""
+    passes = list[Pass | None]()
+    one, small = verified_on(request(0, [1] * 10, 30)), draft(40, passes)
+    small.propose({one: 3})
+    one.ids += [2]
+    small.verified(one, 0)
+    one.ids += [3, 3, 3]
+    passes.clear()
+    small.propose({one: 1})
+    assert [(run.start, run.ids) for done in passes if done for run in done.runs] == [(10, (2, 3, 3, 3))]
+
+
+def test_an_aborted_step_of_a_draft_is_run_again() -> None:
+    passes = list[Pass | None]()
+    one, small = verified_on(request(0, [1] * 6, 30)), draft(40, passes)
+    small.propose({one: 2})
+    small.wait()
+    assert passes[-1] is None, "aborted"
+    small.propose({one: 2})
+    again = passes[passes.index(None) + 1]
+    assert again is not None and again.runs[0].start == 0
 
 
 @pytest.mark.slow

@@ -149,6 +149,17 @@ def test_reading_logits_gives_its_slots_back(engine: Engine) -> None:
     assert engine.scheduler.idle
 
 
+def test_rows_that_run_again_are_delivered_once(engine: Engine) -> None:
+    """Of a request that begins anew, as after an aborted step."""
+    wanted = engine.logits(IDS, 8)
+    parts = engine.logits_of([IDS], 8)
+    found = [next(parts)]
+    engine._flights.clear()
+    engine.runner.work.lost()
+    engine.scheduler.lose(cache=False)
+    assert np.array_equal(np.concatenate([*found, *parts]), wanted)
+
+
 def test_what_was_held_back_comes_at_the_end(folder: Path) -> None:
     """A stop string that has begun when the last token comes is text after all."""
     with hybrid.load(folder, "cpu", ctx=64) as model:

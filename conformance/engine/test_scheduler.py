@@ -317,6 +317,61 @@ def test_a_lost_device_costs_time_and_no_token():
     assert server.right(*streams)
 
 
+# --- rows that are read back, passes that overlap, what counts as computed ---------------------------------------------
+
+
+def test_one_pass_that_reads_rows_back_is_in_flight():
+    """Unless passes that overlap have a result each."""
+    for overlap in (False, True):
+        server = loop(overlap=overlap)
+        for i in range(2):
+            server.add(prompt(20, i), 1, capture="logits", rows=8)
+        made = [server.scheduler.schedule() for _ in range(2)]
+        assert [done is not None for done in made] == [True, overlap]
+
+
+def test_a_reader_that_rests_gives_its_slot_up():
+    """Behind the passes with rows of it."""
+    server = loop(slots=1, overlap=True)
+    server.scheduler.ready = lambda request: not request.captured
+    reader = server.add(prompt(30), 1, capture="hidden", rows=8, ahead=False)
+    flights = [server.scheduler.schedule() for _ in range(2)]
+    other = server.add(prompt(4, 3), 3)
+    for done in flights:
+        assert server.scheduler.schedule() is None and not reader.preemptions
+        server.scheduler.commit(done, *server.runner.run(done))
+    server.steps(4)
+    assert reader.preemptions == 1 and server.right(other)
+    for _ in range(6):
+        reader.captured.clear()
+        server.step()
+    assert reader.finish == "length"
+
+
+def test_a_slot_changes_hands_behind_passes_that_overlap():
+    server = loop(slots=1, overlap=True)
+    first = server.add(prompt(4), 9)
+    done = server.scheduler.schedule()
+    server.scheduler.cancel(first)
+    second = server.add(prompt(4, 3), 3)
+    assert server.scheduler.schedule() is None, "that pass may still read the slot's tables"
+    server.scheduler.commit(done, *server.runner.run(done))
+    server.drain()
+    assert server.right(second)
+
+
+def test_what_counts_as_computed_is_neither_found_nor_shared():
+    server = loop(window=6)
+    server.add(prompt(20), 1, start=13)
+    done = server.step()
+    assert [run.start for run in done.runs] == [13]
+    assert min(index for group, _, index, _ in done.writes if group == "local") == 2, "what the next row sees"
+    server.drain()
+    other = server.add(prompt(20), 3)
+    server.drain()
+    assert not other.cached and server.right(other)
+
+
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
