@@ -38,14 +38,15 @@ def test_no_mutant_is_stale() -> None:
 
 def test_every_part_of_the_host_has_mutants() -> None:
     mutated = {m.file for group in groups() for m in load(group)}
-    runs = ("engine", "request", "session", "streams", "teacher_forcing", "chunks", "kv", "sampling")
-    engine = (*runs, "blocks", "queue", "scheduler", "sequence", "stats", "loading", "weights")
+    engine = ("loop", "request", "runner", "scheduler", "blocks", "sampling", "speculation", "stats", "loading", "lock")
     parts = {
         "model",
         "text/stops",
         "text/tokenizer",
         "planning/passes",
         "planning/cache",
+        "planning/pipeline",
+        "devices/multi",
         "spec/cost",
         "checkpoint/assemble",
     }
