@@ -20,11 +20,12 @@ from hybrid.harness import POISON, execute, run_case
 from hybrid.harness.fixed import dtype_cases
 from hybrid.harness.inputs import make
 from hybrid.harness.tuned import plan_for
-from hybrid.kernels.vulkan.columns import SUFFIX, TYPES
+from hybrid.kernels.vulkan.columns import SUFFIX
 from hybrid.kernels.vulkan.device import VulkanDevice, VulkanUnavailable
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.ops._sparse import sparse_down
+from hybrid.kernels.vulkan.types import SCALED
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import laid_out_again
 from hybrid.quant.codec import encode
@@ -53,19 +54,19 @@ def radv():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("w", TYPES)
+@pytest.mark.parametrize("w", SCALED)
 def test_columns_make_what_the_oracle_does(radv, w, rows):
     run_case(FFN, radv, case(w, rows))
 
 
-@pytest.mark.parametrize("w", TYPES)
+@pytest.mark.parametrize("w", SCALED)
 def test_a_damaged_row_is_not_skipped_with_its_codes(radv, w):
     """Of three rows the first and the last hold a NaN, which reaches h as scales, whatever the codes beside them
     are."""
     run_case(FFN, radv, replace(case(w, 3), kinds={"x": "nan"}))
 
 
-@pytest.mark.parametrize("w", TYPES)
+@pytest.mark.parametrize("w", SCALED)
 @pytest.mark.parametrize("scale", [np.nan, np.inf])
 def test_a_block_without_codes_counts_where_its_scale_is_damaged(w, scale):
     """What a driver makes of the codes of a block with a NaN is its own affair. The kernel alone, as a binding of
@@ -118,7 +119,7 @@ def test_who_reads_columns(w, rows, h, sparsity, takes):
 
 
 @pytest.mark.parametrize("f", [64, 512])
-@pytest.mark.parametrize("w", TYPES)
+@pytest.mark.parametrize("w", SCALED)
 def test_the_second_layout_by_hand(radv, w, f):
     """Codes [F, N], scales [F / 32, N], of rows in tiles too; written again with the weight, dropped with it."""
     rng, n = np.random.default_rng(5), 96

@@ -52,8 +52,6 @@ SIDECAR = """
 [[kernel]]
 name = "toy.spin"
 source = "spin.slang"
-bindings = 3
-push = 4
 """
 
 

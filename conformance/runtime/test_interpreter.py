@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Run:
 
     def call(body: str, n: int = 128, wrong: int = 0, groups: int = 2) -> np.ndarray:
         (tmp_path / "k.slang").write_text(KERNEL.format(body=body))
-        (tmp_path / "k.toml").write_text('[[kernel]]\nname = "k"\nsource = "k.slang"\nbindings = 2\npush = 8\n')
+        (tmp_path / "k.toml").write_text('[[kernel]]\nname = "k"\n')
         code, _ = compile_variant(variants(tmp_path)[0])
         y, push = np.full(n, -1, np.int32), np.array([n, wrong], np.int32)
         machine.run(read(code, {}), "k", [np.zeros(4, np.uint8), y.view(np.uint8)], push.tobytes(), (groups, 1, 1))

@@ -310,22 +310,49 @@ def test_only_what_changed_is_compiled_and_check_says_so(toys: Path, tmp_path: P
     )
 
 
+def test_the_manifest_has_what_a_shader_declares_used_or_not(toys: Path, tmp_path: Path) -> None:
+    source = toys / "toy.slang"
+    unused = "[[vk::constant_id(7)]] const uint SPARE = 1;\n[[vk::binding(5)]] StructuredBuffer<float> spare;\n"
+    source.write_text(unused + source.read_text())
+    build.build(toys, tmp_path / "out", only="toy.a")
+    entry = build.read_manifest(tmp_path / "out")["toy.affine"]
+    assert (entry["bindings"], entry["push"], entry["constants"]) == (6, 12, {"SPARE": 7, "THREADS": 0})
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("bindings = 3", "bindings = 2", "uses binding 2"),
-        ("push = 12", "push = 8", "12 bytes of push constants"),
-        ("THREADS = 0", "THREADS = 5", r"ids \[0\]"),
-        ("push = 12", "pusch = 12", "pusch"),
+        (
+            "const uint THREADS",
+            "const uint WIDTH = 1;\n[[vk::constant_id(0)]] const uint THREADS",
+            "THREADS, WIDTH share",
+        ),
+        ("struct Push", "uniform uint loose;\nstruct Push", "loose is no storage buffer"),
     ],
 )
-def test_a_sidecar_that_disagrees_with_its_shader_is_refused(
+def test_a_shader_that_declares_what_no_kernel_can_have_is_refused(
     toys: Path, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
-    sidecar = toys / "toy.toml"
-    sidecar.write_text(sidecar.read_text().replace(old, new, 1))
+    source = toys / "toy.slang"
+    source.write_text(source.read_text().replace(old, new, 1))
     with pytest.raises(build.BuildError, match=message):
-        build.build(toys, tmp_path / "out")
+        build.build(toys, tmp_path / "out", only="toy.b")
+
+
+def test_a_sidecar_names_lists_of_types(toys: Path) -> None:
+    (toys / "toy.toml").write_text(
+        '[[kernel]]\nname = "toy.{W}.{X}"\nsource = "toy.slang"\ndefines = { W = ["f16", "scaled"], X = "cache" }\n'
+    )
+    assert {v.module for v in build.variants(toys)} == {
+        f"toy.{w}.{x}" for w in ("f16", "q8_0", "q4_0") for x in ("f32", "f16", "q8_0")
+    }
+
+
+def test_a_key_that_sidecars_do_not_have_is_refused(toys: Path) -> None:
+    sidecar = toys / "toy.toml"
+    sidecar.write_text(sidecar.read_text().replace("defines", "defined", 1))
+    with pytest.raises(build.BuildError, match="defined"):
+        build.variants(toys)
 
 
 def test_a_shader_error_is_shown_with_its_line(toys: Path, tmp_path: Path) -> None:

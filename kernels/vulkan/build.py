@@ -1,8 +1,9 @@
 """Slang shaders to SPIR-V, ahead of time: `python -m kernels.vulkan.build [--check] [--only PREFIX] [--out DIR]`.
 
-Every shader has a sidecar `shaders/<shader>.toml` that lists its kernels and the cross product of their defines.
-The SPIR-V is committed beside `manifest.json`, which binds each module to the digest of its sources (includes
-followed) and to the compiler. The compiler is the one in the PyPI package `slangpy` (extra `kernels`): only people
+Every shader has a sidecar `shaders/<shader>.toml` that lists its kernels and the cross product of their defines; lists
+of storage types have names (kernels/vulkan/types.py). Bindings, push constants and specialisation constants are read
+from the compiler's reflection. The SPIR-V is committed beside `manifest.json`, which holds them and binds each module
+to the digest of its sources (includes followed) and to the compiler. The compiler is the one in the PyPI package `slangpy` (extra `kernels`): only people
 who change shaders need it.
 """
 
@@ -24,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,17 @@ from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.places import in_clone
 from hybrid.kernels.vulkan import modules
-from hybrid.kernels.vulkan.spirv import SpirvError, inspect, stripped
+from hybrid.kernels.vulkan.spirv import SpirvError, stripped
+from hybrid.kernels.vulkan.types import LISTS
 
 HERE = Path(__file__).resolve().parent
 SHADERS, SPIRV = HERE / "shaders", HERE / "spirv"
 OPTIONS = ("-target", "spirv", "-profile", "spirv_1_5", "-stage", "compute", "-O3")
 FORMAT = "3"  # of what is written: a new value makes everything be compiled again
 RENEW = "python -m kernels.vulkan.build"
-KEYS = {"name", "source", "entry", "defines", "constants", "bindings", "push"}
+KEYS = {"name", "source", "entry", "defines"}
+# Of slang.h: SLANG_PARAMETER_CATEGORY_.
+_UNIFORM, _DESCRIPTOR, _CONSTANT, _PUSH = 8, 9, 10, 11
 
 
 class BuildError(RuntimeError):
@@ -58,9 +62,6 @@ class Variant:
     source: Path
     entry: str
     defines: tuple[tuple[str, str], ...]
-    constants: Mapping[str, int]
-    bindings: int
-    push: int
 
     def arguments(self) -> list[str]:
         """Compiler arguments. A define W = q4_0 arrives as W=q4_0 and, for #ifdef, as W_q4_0=1."""
@@ -68,6 +69,16 @@ class Variant:
         for key, value in self.defines:
             out += [f"-D{key}={value}", f"-D{key}_{value}=1"]
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What a shader declares, used or not: ids of specialisation constants, storage buffers, bytes of push
+    constants."""
+
+    constants: Mapping[str, int]
+    bindings: int
+    push: int
 
 
 # --- what there is to build ------------------------------------------------------------------------------------------
@@ -81,7 +92,7 @@ def _kernels(sidecar: Path) -> list[dict[str, Any]]:
     if set(data) != {"kernel"}:
         raise BuildError(f"{sidecar}: only [[kernel]] tables belong here, found {sorted(data)}")
     for kernel in data["kernel"]:
-        wrong = sorted(set(kernel) - KEYS) or sorted({"name", "source", "bindings"} - set(kernel))
+        wrong = sorted(set(kernel) - KEYS) or sorted({"name"} - set(kernel))
         if wrong:
             raise BuildError(
                 f"{sidecar}: kernel {kernel.get('name')!r}: unknown or missing keys {wrong}; known: "
@@ -95,7 +106,7 @@ def variants(source_dir: Path = SHADERS, only: str = "") -> list[Variant]:
     found: dict[str, Variant] = {}
     for sidecar in sorted(source_dir.glob("*.toml")):
         for kernel in _kernels(sidecar):
-            defines = {key: [str(v) for v in values] for key, values in kernel.get("defines", {}).items()}
+            defines = {key: _values(values) for key, values in kernel.get("defines", {}).items()}
             for choice in itertools.product(*defines.values()):
                 chosen = dict(zip(defines, choice, strict=True))
                 try:
@@ -104,19 +115,16 @@ def variants(source_dir: Path = SHADERS, only: str = "") -> list[Variant]:
                     raise BuildError(f"{sidecar}: name {kernel['name']!r} uses {error}, which defines lacks") from None
                 if module in found:
                     raise BuildError(f"{sidecar}: module {module} is declared twice; put every define into the name")
-                source = source_dir / kernel["source"]
+                source = source_dir / kernel.get("source", f"{kernel['name'].split('.')[0]}.slang")
                 if not source.is_file():
                     raise BuildError(f"{sidecar}: no such source {source}")
-                found[module] = Variant(
-                    module,
-                    source,
-                    kernel.get("entry", "main"),
-                    tuple(chosen.items()),
-                    dict(kernel.get("constants", {})),
-                    kernel["bindings"],
-                    kernel.get("push", 0),
-                )
+                found[module] = Variant(module, source, kernel.get("entry", "main"), tuple(chosen.items()))
     return [v for name, v in sorted(found.items()) if name.startswith(only)]
+
+
+def _values(written: str | list[str]) -> list[str]:
+    """Of a define: each name of a list (types.py) stands for what it lists."""
+    return [v for w in ([written] if isinstance(written, str) else written) for v in LISTS.get(w, (w,))]
 
 
 def sources(path: Path, seen: dict[Path, bytes] | None = None) -> dict[Path, bytes]:
@@ -169,11 +177,22 @@ class Slang:
         self.lib.spCreateCompileRequest.restype = ctypes.c_void_p
         self.lib.spGetDiagnosticOutput.restype = ctypes.c_char_p
         self.lib.spGetEntryPointCode.restype = ctypes.c_void_p
+        for name in (
+            "spGetReflection",
+            "spReflection_GetParameterByIndex",
+            "spReflectionVariableLayout_GetVariable",
+            "spReflectionVariableLayout_GetTypeLayout",
+            "spReflectionTypeLayout_GetElementTypeLayout",
+        ):
+            getattr(self.lib, name).restype = ctypes.c_void_p
+        self.lib.spReflectionVariable_GetName.restype = ctypes.c_char_p
+        self.lib.spReflectionVariableLayout_GetOffset.restype = ctypes.c_size_t
+        self.lib.spReflectionTypeLayout_GetSize.restype = ctypes.c_size_t
         self.session = ctypes.c_void_p(self.lib.spCreateSession(None))
         self.version = f"slangpy {importlib.metadata.version('slangpy')} ({found[0].name.split('.so.')[-1]})"
 
-    def compile(self, source: Path, arguments: list[str], module: str) -> bytes:
-        """SPIR-V of one entry point; a BuildError carries the compiler's diagnostics."""
+    def compile(self, source: Path, arguments: list[str], module: str) -> tuple[bytes, Interface]:
+        """SPIR-V of one entry point and what it declares; a BuildError carries the compiler's diagnostics."""
         request = ctypes.c_void_p(self.lib.spCreateCompileRequest(self.session))
         try:
             # Without -o the compiler keeps no code for the entry point.
@@ -189,9 +208,35 @@ class Slang:
             code = self.lib.spGetEntryPointCode(request, 0, ctypes.byref(size))
             if not code or not size.value:
                 raise BuildError(f"{module}: the compiler made no code for its entry point\n{text}")
-            return stripped(ctypes.string_at(code, size.value))
+            return stripped(ctypes.string_at(code, size.value)), self._interface(request, module)
         finally:
             self.lib.spDestroyCompileRequest(request)
+
+    def _interface(self, request: ctypes.c_void_p, module: str) -> Interface:
+        lib, pointer = self.lib, ctypes.c_void_p
+        reflection = pointer(lib.spGetReflection(request))
+        constants: dict[str, int] = {}
+        bindings = push = 0
+        for index in range(lib.spReflection_GetParameterCount(reflection)):
+            parameter = pointer(lib.spReflection_GetParameterByIndex(reflection, index))
+            name = lib.spReflectionVariable_GetName(pointer(lib.spReflectionVariableLayout_GetVariable(parameter)))
+            layout = pointer(lib.spReflectionVariableLayout_GetTypeLayout(parameter))
+            category = lib.spReflectionTypeLayout_GetParameterCategory(layout)
+            offset = lib.spReflectionVariableLayout_GetOffset(parameter, category)
+            if category == _CONSTANT:
+                constants[name.decode()] = offset
+            elif category == _DESCRIPTOR:
+                bindings = max(bindings, offset + lib.spReflectionTypeLayout_GetSize(layout, category))
+            elif category == _PUSH:
+                element = pointer(lib.spReflectionTypeLayout_GetElementTypeLayout(layout))
+                push = lib.spReflectionTypeLayout_GetSize(element, _UNIFORM)
+            else:
+                raise BuildError(f"{module}: {name.decode()} is no storage buffer and no constant")
+        ids = list(constants.values())
+        twice = sorted(n for n, i in constants.items() if ids.count(i) > 1)
+        if twice:
+            raise BuildError(f"{module}: specialisation constants {', '.join(twice)} share an id")
+        return Interface(constants, bindings, push)
 
 
 @functools.cache
@@ -201,36 +246,21 @@ def compiler() -> Slang:
 
 
 def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
-    """SPIR-V of a variant and its manifest entry; the sidecar's bindings and push size are checked against the code."""
+    """SPIR-V of a variant and its manifest entry."""
     slang = compiler()
-    code = slang.compile(variant.source, variant.arguments(), variant.module)
-    info = inspect(code)
-    if info.bindings and max(info.bindings) >= variant.bindings:
-        raise BuildError(
-            f"{variant.module}: the shader uses binding {max(info.bindings)}, its sidecar says bindings = "
-            f"{variant.bindings}"
-        )
-    if info.push > variant.push:
-        raise BuildError(
-            f"{variant.module}: the shader reads {info.push} bytes of push constants, its sidecar says "
-            f"push = {variant.push}"
-        )
-    unknown = sorted(set(info.spec_ids) - set(variant.constants.values()))
-    if unknown:
-        raise BuildError(
-            f"{variant.module}: specialisation constants with ids {unknown} are not in the sidecar's constants"
-        )
-    entry = {
+    code, interface = slang.compile(variant.source, variant.arguments(), variant.module)
+    return code, _entry(variant, digest(variant), slang.version, code) | asdict(interface)
+
+
+def _entry(variant: Variant, of_sources: str, compiled_by: str, code: bytes) -> dict[str, Any]:
+    """What the manifest says of a module beside its interface."""
+    return {
         "source": variant.source.name,
-        "digest": digest(variant),
-        "compiler": slang.version,
+        "digest": of_sources,
+        "compiler": compiled_by,
         "spirv": hashlib.sha256(code).hexdigest(),
         "defines": dict(variant.defines),
-        "constants": dict(variant.constants),
-        "bindings": variant.bindings,
-        "push": variant.push,
     }
-    return code, entry
 
 
 def compile_all(wanted: list[Variant]) -> list[tuple[bytes, dict[str, Any]]]:
@@ -277,14 +307,12 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
     old, stale = read_manifest(out_dir), []
     for v in wanted:
         entry, path = old.get(v.module), modules.path_of(out_dir, v.module)
-        declared = {"constants": dict(v.constants), "bindings": v.bindings, "push": v.push}
         if (
             not force
             and entry
             and path.exists()
             and entry["digest"] == digest(v)
             and entry["compiler"] == compiler().version
-            and declared.items() <= entry.items()
         ):
             continue
         stale.append(v)
@@ -344,17 +372,7 @@ def _recorded(v: Variant, of_sources: str, entry: Mapping[str, Any] | None, out_
     code = _lying(out_dir, v.module)
     if entry is None or code is None:
         return False
-    made = {
-        "source": v.source.name,
-        "digest": of_sources,
-        "compiler": compiler().version,
-        "spirv": hashlib.sha256(code).hexdigest(),
-        "defines": dict(v.defines),
-        "constants": dict(v.constants),
-        "bindings": v.bindings,
-        "push": v.push,
-    }
-    return made == entry
+    return _entry(v, of_sources, compiler().version, code).items() <= entry.items()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,10 +12,10 @@ from hybrid.core.plan import Plan, Step
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 from hybrid.kernels.vulkan.tuning import Tuning
+from hybrid.kernels.vulkan.types import SCALED
 from hybrid.spec.cost import Cost
 
 SUFFIX = " by columns"
-TYPES = ("q8_0", "q4_0")
 WIDE, WORDS_OF_GROUP = 32768, 256  # as in columns.slang
 _CODES_OF_WORD = {"q8_0": 4, "q4_0": 8}
 
@@ -24,7 +24,7 @@ def most_rows(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
     """Rows of a pass up to which this class of devices reads a sparse feed-forward's down matrix [H, F] by columns; 0:
     never."""
     n, f = shape
-    return tuning.choose("sparse_down", {"most": 0}, w=dtype, n=n, k=f)["most"] if dtype in TYPES else 0
+    return tuning.choose("sparse_down", {"most": 0}, w=dtype, n=n, k=f)["most"] if dtype in SCALED else 0
 
 
 def second_layout(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
@@ -34,7 +34,7 @@ def second_layout(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
 
 def fits(w: DeviceTensor) -> bool:
     """Whether a weight [H, F] can lie by columns: a type that has the kernel, in one chunk."""
-    return w.dtype in TYPES and len(w.chunks) == 1
+    return w.dtype in SCALED and len(w.chunks) == 1
 
 
 def lay_out(device: Any, w: DeviceTensor, by_columns: DeviceTensor) -> None:

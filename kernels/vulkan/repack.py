@@ -22,11 +22,12 @@ from hybrid.kernels.vulkan.kernel import Kernel
 from hybrid.kernels.vulkan.memory import MIB, Memory, Slice, align_up
 from hybrid.kernels.vulkan.tensors import Chunk, rows_of
 from hybrid.kernels.vulkan.transfer import begin, submit
+from hybrid.kernels.vulkan.types import QUANTISED
 
 if TYPE_CHECKING:
     from hybrid.kernels.vulkan.device import VulkanDevice
 
-REPACKED = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")  # types that have a kernel; others are split on the host
+REPACKED = QUANTISED  # types that have a kernel; others are split on the host
 LOAD_BYTES = 32 * MIB
 SLOTS = 3
 MAX_THREADS = 8

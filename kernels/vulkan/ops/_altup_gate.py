@@ -10,13 +10,10 @@ from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.ops._linear import linear
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.types import SCALED
 
 OPS = ("altup_correct", "per_layer_input")
-OUTS, THREADS, TYPES = (
-    32,
-    512,
-    ("q8_0", "q4_0"),
-)  # of altup_gate.slang: outputs and threads of a workgroup, types of weights
+OUTS, THREADS = 32, 512  # of altup_gate.slang: outputs and threads of a workgroup
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
@@ -28,7 +25,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     follow = (
         correct.args["y"] == own.args["x"] and correct.extent == own.extent and correct.bind["T"] == own.bind["T"] == 1
     )
-    fits = hidden <= 4 * THREADS <= 4 * device.max_threads and len(w.chunks) == 1 and w.dtype in TYPES
+    fits = hidden <= 4 * THREADS <= 4 * device.max_threads and len(w.chunks) == 1 and w.dtype in SCALED
     if not (follow and fits and {new[n].dtype for n in ("x", "h")} == {"q8_act"} and len(new["ple"].parts) == 1):
         return False
     inputs = [

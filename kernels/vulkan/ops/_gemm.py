@@ -12,6 +12,7 @@ from hybrid.kernels.vulkan.kernel import Kernel
 from hybrid.kernels.vulkan.memory import Slice
 from hybrid.kernels.vulkan.recorder import GridAxis, Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.types import QUANTISED
 
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
@@ -56,7 +57,7 @@ SHORT = 256  # rows up to which a product's code is short rather than unrolled (
 ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
 # Of narrow.slang: columns of K that a subgroup multiplies at a time, and the most subgroups that share K.
 NARROW_STAGE, NARROW_SUBGROUPS = 128, 16
-TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
+TYPES = ("f16", "bf16", *QUANTISED)
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 GROUPS = 24  # workgroups that even a small device runs at once
 WIDE = 32768  # groups along x of a grid, as wide_group() of types.slang reads them back

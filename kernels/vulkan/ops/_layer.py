@@ -11,6 +11,7 @@ from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.memory import Slice
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.types import SCALED
 
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 WITH_OWN = (*OPS[:3], "add_norm", "per_layer_input", *OPS[3:])
@@ -22,7 +23,6 @@ LAST, LAST_WITH_OWN = OPS[:-1], WITH_OWN[:-1]
 # Data dependencies of the steps: (step, its output) and (later step, its input).
 START = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")))
 OWN_EDGES = (((3, "y"), (4, "x")), ((3, "sum"), (5, "residual")), ((4, "y"), (5, "a")))
-OWN_TYPES = ("q8_0", "q4_0")
 ROWS, PIECE, BLOCK, HELD = (
     4,
     32,
@@ -164,7 +164,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
         and not (rows_first | rows_second) % ROWS
     ):
         return None
-    if own and (kind not in OWN_TYPES or sizes["OWNED"] > min(threads, widest)):
+    if own and (kind not in SCALED or sizes["OWNED"] > min(threads, widest)):
         return None
     one_eps = len({s.attrs["eps"] for s in norms}) == 1
     if steps[2].attrs.get("sparsity", 0.0) or norms[0].attrs.get("scale", 1.0) != 1.0 or not one_eps:

@@ -10,8 +10,9 @@ from hybrid.kernels.vulkan.ops._gemm import TILES, goes_to_lanes, narrow_threads
 from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, linear
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.types import SCALED
 
-OUTS, TYPES = 32, ("q8_0", "q4_0")  # of own_gate.slang: outputs of a workgroup, types of weights that it is built for
+OUTS = 32  # outputs of a workgroup of own_gate.slang
 NARROW = "8x16"  # of narrow.slang
 
 
@@ -20,7 +21,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     h in one dispatch for few rows with int8 activations, in two for others."""
     w, few, types = t["w_gate"], step.bind["T"] <= GEMV_TOKENS, (t["x"].dtype, t["h"].dtype)
     alone = len(w.chunks) == 1
-    if few and alone and types == ("q8_act", "q8_act") and w.dtype in TYPES:
+    if few and alone and types == ("q8_act", "q8_act") and w.dtype in SCALED:
         _own_gate(rec, step, t)
     elif not few and alone and types == ("f16", "f16") and _narrow(rec, step, w.dtype):
         _narrow_gate(rec, step, t)
