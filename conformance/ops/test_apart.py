@@ -196,7 +196,7 @@ def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> Non
     """What the product writes is what its reader reads, in as many parts as both are told; else it writes its
     result."""
     units = ("f16_matrices", "matrix_lanes")
-    dry = DryDevice(features=units.__contains__, tuning="nvidia", shared_bytes=49152)
+    dry = DryDevice(features=units.__contains__, tuning="nvidia", cores=132, shared_bytes=49152)
     inner = {"hidden": 2048} if ops[0] == "fused_qkv" else {"hidden": 512, "heads": 2048, "ffn": 2048}
     plan, _ = planned(pair(ops, {**SIZES, **inner, "hq": 8, "hk": 4, "d": 32}, 32, "f16", 32), "dry")
     for most, found in ((8, 8), (3, 3), (0, None)):
@@ -231,7 +231,7 @@ def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> 
     sizes = {**SIZES, "hidden": 320, "heads": 1088, "ffn": 1344}
     made = pair(ops, sizes, ROWS[tile], "f16", live)
     with (
-        device.tuning.forced("linear.gemm", {"tile": tile, "groups": 1056}),
+        device.tuning.forced("linear.gemm", {"tile": tile, "groups": "8 * cores"}),
         device.tuning.forced("linear.apart", {"most": 8}),
     ):
         plan, values = planned(made, device.name)

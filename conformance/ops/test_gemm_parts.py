@@ -96,7 +96,7 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(
     matrices: MatrixDevices, op: str, rows: int, tile: str
 ) -> None:
     device, family = matrices(guard=GUARD), FAMILIES[op]
-    ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)) for live in (rows, rows // 2)]
+    ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", "8 * cores")) for live in (rows, rows // 2)]
     for dtype, groups, live in share_of(device, ways, 3):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
             case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, *NARROW) else BIND)
@@ -107,7 +107,7 @@ def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
     """The same recording, run again and again, gives the same bits."""
     device, spec = matrices(), load_op("linear")
     case = case_for("linear", SIZES[0], "q4_0")
-    with device.tuning.forced("linear.gemm", {"tile": "16x128", "groups": 264}):
+    with device.tuning.forced("linear.gemm", {"tile": "16x128", "groups": "2 * cores"}):
         program = prepare(spec, device, case, make(spec, case), POISON[0])
     assert program.recording.counter_bytes
     device.wait(program.submit())

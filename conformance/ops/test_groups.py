@@ -27,6 +27,7 @@ from conformance.support.devices import (
 from conformance.support.groups import SPECS, cases, judged, planned, run
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
+from hybrid.core.plan import Step
 from hybrid.core.tensor import Tensor
 from hybrid.harness import poisoned
 from hybrid.harness.cases import Case
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.slow
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
 OWN_BUFFERS = 53  # bound by layer.*.own
-USES = [{"workgroups": n, "threads": t, "poll_all": int(t == 768)} for n in (1, 132) for t in (256, 768)]
+USES = [{"workgroups": n, "threads": t, "poll_all": int(t == 768)} for n in (1, "1 * cores") for t in (256, 768)]
 FEWER = (
     USES if LONG else USES[::2]
 )  # each number of threads is a pipeline, which takes a CPU driver four seconds to compile
@@ -83,7 +84,7 @@ def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
         device, threads_of = devices.get(INTERPRETED, guard=GUARD), (256, 512)
         shape = {"hidden": 544, "heads": 160, "ffn": 672, "hq": 4, "hk": 2, "d": 32}
     for threads in threads_of:
-        assert judged(device, {"workgroups": 132, "threads": threads}, cases(shape, w, 1, "q8_act", 3, 1)) == 1
+        assert judged(device, {"workgroups": "1 * cores", "threads": threads}, cases(shape, w, 1, "q8_act", 3, 1)) == 1
 
 
 @pytest.mark.parametrize("w", TYPES)
@@ -126,7 +127,7 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
     exchange it."""
     device = devices.get("vulkan", guard=GUARD)
     exchanged = [
-        use for use in USES if use["workgroups"] > 1
+        use for use in USES if use["workgroups"] != 1
     ]  # one workgroup's sums of this shape are more than its memory
     small, wide = {**SIZES, "own": 32}, {**SIZES, "hidden": 544, "own": 64, "heads": 160}
     shapes = [(device, small, USES), (device, wide, USES)]
@@ -319,6 +320,12 @@ def test_the_time_of_a_group_is_counted_once(devices: Devices) -> None:
 
 def test_no_live_row_is_written(devices: Devices) -> None:
     assert judged(devices.get("vulkan", guard=GUARD), USES[0], cases(SIZES, "q4_0", 1, "q8_act", 3, 0)) == 1
+
+
+@pytest.mark.parametrize(("ffn", "found"), [((6144, 12288), 96), ((10240,), 80), ((21504,), 112), ((416,), 13)])
+def test_workgroups_of_a_layer_share_its_blocks_evenly(ffn: tuple[int, ...], found: int) -> None:
+    plan = [Step("fused_ffn", "ffn", {"F": f}, {}) for f in ffn]
+    assert _layer.whole_shares(plan, 132) == found
 
 
 def candidates() -> list[dict[str, int]]:

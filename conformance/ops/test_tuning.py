@@ -16,7 +16,8 @@ from hybrid.harness.tuned import asking, plan_for, uses
 from hybrid.kernels.vulkan import tuning
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.kernel import kernels_digest
-from hybrid.kernels.vulkan.tuning import Space, Table, Tuning, device_class, holds, space, tables
+from hybrid.kernels.vulkan.ops._gemm import lowest_tile
+from hybrid.kernels.vulkan.tuning import UNCOUNTED, Space, Table, Tuning, device_class, holds, space, tables
 from hybrid.spec import load_op
 from hybrid.spec.load import parse_toml, validate
 
@@ -112,6 +113,28 @@ def test_a_question_that_the_space_does_not_declare_is_refused():
         with pytest.raises(SpecError, match=r"kernels/vulkan/tuning/space\.toml: ") as error:
             made.choose(family, default, **facts)
         assert says in str(error.value)
+
+
+@pytest.mark.parametrize(("cores", "groups"), [(132, 1056), (60, 480), (1, 8 * UNCOUNTED)])
+def test_a_number_of_workgroups_follows_the_cores_that_a_device_states(cores, groups):
+    made = Tuning("nvidia", cores)
+    assert made.choose("linear.tile", {"least": 0}, w="bf16", x="f32", rows=8, n=64, k=64) == {"least": groups}
+
+
+@pytest.mark.parametrize(
+    ("family", "w", "columns", "tiles"),
+    [
+        ("linear", "q4_0", 256, {1: "8", 9: "16", 24: "24", 48: "48", 64: "32", 96: "48"}),
+        ("linear", "q6_k", 256, {17: "32", 40: "40", 48: "64", 96: "64"}),
+        ("ffn_up", "q4_0", 384, {8: "8", 33: "64", 64: "64"}),
+        ("linear", "q8_0", 128, {5: "16", 17: "32", 40: "32"}),
+        ("linear", "q8_0", 256, {5: ""}),
+    ],
+)
+def test_a_tile_by_rows_is_the_lowest_that_holds_them(family, w, columns, tiles):
+    """In equal parts where no tile does."""
+    for rows, height in tiles.items():
+        assert lowest_tile(family, w, rows, columns) == (f"{height}x{columns}" if height else "")
 
 
 def test_a_device_gets_the_class_that_says_most_about_it():

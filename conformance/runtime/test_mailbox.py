@@ -165,7 +165,7 @@ def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_st
     kernels, separate = [], []
     for use in (
         {"workgroups": 0},
-        {"workgroups": 132, "threads": 768, "attention": 1, "poll_all": int(kernel == ".own")},
+        {"workgroups": "1 * cores", "threads": 768, "attention": 1, "poll_all": int(kernel == ".own")},
     ):
         opened = open_device("vulkan")
         made = opened.device

@@ -18,9 +18,9 @@ from hybrid.engine.loop import Engine
 HPARAMS = tiny(
     n_layers=2, head_dim=32, ffn=576
 )  # 18 blocks of h for at most 16 workgroups: several compute the last two
-LAYER = {"workgroups": 132, "threads": 256}
+LAYER = {"workgroups": "1 * cores", "threads": 256}
 # KV splits of few positions, so that several workgroups have partial results of a head.
-ATTENTION = {"groups": 264, "min_split": 16, "subgroups": 8, "ahead": 2}
+ATTENTION = {"groups": "2 * cores", "min_split": 16, "subgroups": 8, "ahead": 2}
 # Words of control that nothing else uses (mutants/mailbox): the length of the context from which a mutant is active,
 # and which.
 SINCE_WORD, MUTANT_WORD = 6, 7

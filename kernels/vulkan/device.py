@@ -115,7 +115,7 @@ class VulkanDevice(Storage, SingleDevice):
         )
         self.max_groups, self.max_threads, self.polls = limits.groups, q.max_threads, most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
-        self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
+        self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)), self.cores)
         self.bindings: Mapping[str, Binding] = BINDINGS if bindings is None else bindings
         self.programs: set[Program] = set()
         self._arena: Slice | None = None

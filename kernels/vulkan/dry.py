@@ -44,7 +44,7 @@ class DryDevice:
         self.has = features  # optional ones only choose between kernels
         self.max_groups = (2**31 - 1, 65535, 65535)
         self.cores, self.shared_bytes, self.storage_buffers = cores, shared_bytes, storage_buffers
-        self.tuning = Tuning(tuning)
+        self.tuning = Tuning(tuning, cores)
         self.polls = most_polls("discrete")
         self._manifest = manifest()
 

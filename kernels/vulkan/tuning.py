@@ -5,7 +5,8 @@
 `tuning/space.toml` declares each family: the facts it is chosen by and the values that each of its numbers may take,
 all of which conformance runs. `tuning/CLASS.toml` holds what `python -m perf.tune` found: the first entry of the family
 whose `when` holds for the facts gives its `use`, merged over the binding's default. A device of no known class gets
-`default.toml`. A bad entry costs speed, never correctness.
+`default.toml`. A number of workgroups may be a multiple of what the device states: "2 * cores". A bad entry costs
+speed, never correctness.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Value = bool | int | str
 Condition = Value | tuple[Value, ...]
 _BOUND = re.compile(r"(>=|<=|>|<)\s*(\d+)")
 _SPAN = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
+_CORES = re.compile(r"(\d+) \* cores")
+UNCOUNTED = 24  # workgroups that even a small device runs at once, where it does not state its cores
 
 
 def holds(condition: Condition, value: Value) -> bool:
@@ -234,10 +237,11 @@ def _space() -> str:
 class Tuning:
     """One device's table, as bindings ask it (`rec.device.tuning`)."""
 
-    def __init__(self, name: str = DEFAULT) -> None:
+    def __init__(self, name: str = DEFAULT, cores: int = 1) -> None:
         if name not in tables():
             raise SpecError(f"no tuning table {name!r}{nearest(name, tables())}")
         self.name, self.table = name, tables()[name]
+        self._cores = cores if cores > 1 else UNCOUNTED
         self._forced: tuple[Asked, ...] = ()
         self._asked: list[Asked] | None = None
 
@@ -266,7 +270,12 @@ class Tuning:
                 use.update(f.use)
         if self._asked is not None:
             self._asked.append(Asked(family, facts, use))
-        return use
+        return {key: self._counted(value) for key, value in use.items()}
+
+    def _counted(self, value: Value) -> Value:
+        """A multiple of the device's cores as a number."""
+        found = _CORES.fullmatch(value) if isinstance(value, str) else None
+        return int(found[1]) * self._cores if found else value
 
     def few_rows(self, hidden: int) -> int:
         """See Device.few_rows (hybrid/core/device.py)."""

@@ -59,7 +59,6 @@ ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
 NARROW_STAGE, NARROW_SUBGROUPS = 128, 16
 TYPES = ("f16", "bf16", *QUANTISED)
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
-GROUPS = 24  # workgroups that even a small device runs at once
 WIDE = 32768  # groups along x of a grid, as wide_group() of types.slang reads them back
 
 Grid = tuple[GridAxis, GridAxis, GridAxis]
@@ -183,9 +182,22 @@ def stage_of(tile: str, dtype: str) -> int:
 
 
 def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
-    """What the device's tuning table says of `rows` rows by w [n, k]."""
-    default = {"tile": default_tile(rows, n), "unpack": False, "groups": GROUPS}
-    return device.tuning.choose(f"{family}.gemm", default, w=dtype, rows=rows, n=n, k=k)
+    """What the device's tuning table says of `rows` rows by w [n, k]; a tile "rowsxN" is the lowest of N columns that
+    holds them."""
+    default = {"tile": default_tile(rows, n), "unpack": False, "groups": "1 * cores"}
+    use = device.tuning.choose(f"{family}.gemm", default, w=dtype, rows=rows, n=n, k=k)
+    height, _, columns = use["tile"].partition("x")
+    if height == "rows":
+        use["tile"] = lowest_tile(family, dtype, rows, int(columns)) or default_tile(rows, n)
+    return use
+
+
+def lowest_tile(family: str, dtype: str, rows: int, columns: int) -> str:
+    """The lowest tile of so many columns that holds the rows, in equal parts where none does; "": there is none."""
+    tiles = [t for t in (*FEW, *STREAMED.get((family, dtype), ())) if TILES[t][1] == columns and t != WIDE_TILE]
+    heights = sorted(TILES[t][0] for t in tiles)
+    parts = -(-rows // heights[-1]) if heights else 0
+    return next((f"{h}x{columns}" for h in heights if h * parts >= rows), "")
 
 
 def goes_to_lanes(device: Any, family: str, tile: str, dtype: str, k: int) -> bool:

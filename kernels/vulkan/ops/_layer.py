@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ NO_ATTENTION = {
     "VALUE_NORM": 0,
 }
 """Of the kernel with attention, where it does without."""
-DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4, "poll_all": 0}
+DEFAULT = {"workgroups": 0, "whole": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4, "poll_all": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"], own=sizes.get("OWNED", 0))
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
+    if grid and use["whole"]:
+        grid = whole_shares(rec.steps, grid)
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
     widest = max(sizes["HIDDEN"], first, second)
     shared = 4 * shares + widest // PIECE * (PIECE + 8) + 2 * threads
@@ -246,6 +249,12 @@ def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
     h."""
     rows = (sizes["HIDDEN"], sizes["QKV"], sizes["QKV_ELSE"])
     return tuple(n for n in (*(r // ROWS for r in rows), sizes["FFN"] // BLOCK) if n)
+
+
+def whole_shares(plan: Sequence[Step], most: int) -> int:
+    """Workgroups, at most so many, that share the blocks of h of every layer of the plan evenly."""
+    blocks = math.gcd(*(s.bind["F"] // BLOCK for s in plan if s.op == "fused_ffn"))
+    return next(n for n in range(most, 0, -1) if not blocks % n)
 
 
 def mailbox_words(sizes: Mapping[str, int], grid: int) -> int:
