@@ -18,17 +18,17 @@ from hybrid.harness.sizes import base_bind
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.ops._gemm import (
+    DEFAULTS,
     ENDS,
-    FEW,
     MOST_SPLITS,
-    NARROW,
-    STREAM,
-    STREAMED,
+    N8,
+    REGISTER_TILES,
+    SPLIT_SUBGROUPS,
     SUMS,
     TILES,
     TYPES,
-    narrow_threads,
     split_k,
+    split_threads,
 )
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_op
@@ -73,7 +73,10 @@ def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
 
 SIZES = (11, 133, 261)  # rows: tiles that are all cut, and, of the smaller ones, some that are beside some that are not
 BIND = {"linear": {"N": 331, "K": 224}, "fused_ffn": {"H": 160, "F": 352}}
-PAIRS = {"linear": {"N": 331, "K": 320}, "fused_ffn": {"H": 320, "F": 448}}  # whole pairs of blocks, for lanes.slang
+PAIRS = {
+    "linear": {"N": 331, "K": 320},
+    "fused_ffn": {"H": 320, "F": 448},
+}  # whole pairs of blocks, for register_weights.slang
 
 
 def case_for(op: str, rows: int, dtype: str, shapes: dict[str, dict[str, int]] = BIND) -> Case:
@@ -99,7 +102,7 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(
     ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", "8 * cores")) for live in (rows, rows // 2)]
     for dtype, groups, live in share_of(device, ways, 3):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
-            case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, *NARROW) else BIND)
+            case = case_for(op, rows, dtype, BIND if tile in DEFAULTS else PAIRS)
             run_case(load_op(op), device, replace(case, rows=live))
 
 
@@ -107,7 +110,7 @@ def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
     """The same recording, run again and again, gives the same bits."""
     device, spec = matrices(), load_op("linear")
     case = case_for("linear", SIZES[0], "q4_0")
-    with device.tuning.forced("linear.gemm", {"tile": "16x128", "groups": "2 * cores"}):
+    with device.tuning.forced("linear.gemm", {"tile": "32x64", "groups": "2 * cores"}):
         program = prepare(spec, device, case, make(spec, case), POISON[0])
     assert program.recording.counter_bytes
     device.wait(program.submit())
@@ -121,8 +124,8 @@ def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
 def test_few_rows_meet_weights_that_were_rounded_once(matrices: MatrixDevices, dtype: str) -> None:
     """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
     device, spec = matrices(guard=GUARD), load_op("linear")
-    for tile in (t for t in (*FEW, *STREAM, *NARROW) if t in TILED["linear"]):
-        rows = 43 if tile in NARROW else max(7, TILES[tile][0] - 5)
+    for tile in (t for t in TILED["linear"] if t not in DEFAULTS):
+        rows = 43 if tile in SPLIT_SUBGROUPS else max(7, TILES[tile][0] - 5)
         bind = {"T": rows, "N": 331, "K": 512}
         case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
         with device.tuning.forced("linear.gemm", {"tile": tile}):
@@ -130,37 +133,37 @@ def test_few_rows_meet_weights_that_were_rounded_once(matrices: MatrixDevices, d
 
 
 @pytest.mark.parametrize("width", [64, 96, 256])
-def test_both_products_of_a_layers_own_input_as_narrow_ones(matrices: MatrixDevices, width: int) -> None:
+def test_both_products_of_a_layers_own_input_by_subgroups_that_share_k(matrices: MatrixDevices, width: int) -> None:
     """Whose second K is no whole pair of blocks with 96 columns: that product takes another tile."""
     device, spec = matrices(guard=GUARD), load_op("per_layer_input")
     types = spec.dtypes({"x": "f16", "h": "f16", "w_gate": "q4_0", "w_proj": "q4_0"})
-    with device.tuning.forced("linear.gemm", {"tile": NARROW[0]}):
+    with device.tuning.forced("linear.gemm", {"tile": SPLIT_SUBGROUPS[0]}):
         for rows, live in ((5, 5), (37, 21), (64, 64)):
             bind = {"T": rows, "H": 4672 if width == 256 else 320, "P": width, "E": 3 * width}
             case = variant(spec, {**base_bind(spec), **bind}, types, rows, frozenset(bind))
             run_case(spec, device, replace(case, rows=live, attrs={**case.attrs, "layer": 2}))
 
 
-@pytest.mark.parametrize("tile", NARROW)
+@pytest.mark.parametrize("tile", SPLIT_SUBGROUPS)
 def test_subgroups_share_the_columns_of_a_small_product_evenly(tile: str) -> None:
     """In as few passes as the most that there may be, whose sums fit shared memory."""
     rows, columns = TILES[tile]
     for shared in (16384, 32768, 49152):
         device = DryDevice(shared_bytes=shared)
         for k in range(64, 22000, 64):
-            stages, subgroups = -(-k // 128), narrow_threads(device, tile, k) // 32
+            stages, subgroups = -(-k // 128), split_threads(device, tile, k) // 32
             most = max(n for n in range(1, 17) if n * rows * (4 * columns + 16) <= shared)
             passes = -(-stages // subgroups)
             assert subgroups <= most and passes == -(-stages // most) and stages > passes * (subgroups - 1)
 
 
-@pytest.mark.parametrize("tile", [STREAM[1], *NARROW])
+@pytest.mark.parametrize("tile", [N8[1], SPLIT_SUBGROUPS[0]])
 @pytest.mark.parametrize(
-    ("known", "k", "dtype", "streamed"),
+    ("known", "k", "dtype", "to_registers"),
     [(True, 320, "q4_0", True), (False, 320, "q4_0", False), (True, 224, "q4_0", False), (True, 320, "q8_0", False)],
 )
-def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on(
-    monkeypatch, tile, known, k, dtype, streamed
+def test_weights_go_straight_to_registers_where_lanes_hold_what_the_kernel_counts_on(
+    monkeypatch, tile, known, k, dtype, to_registers
 ):
     features = {"f16_matrices": True, "matrix_lanes": known}
     dry = DryDevice(features=lambda name: features.get(name, False), tuning="nvidia")
@@ -168,5 +171,5 @@ def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on
     case = case_for("linear", 7, dtype, {"linear": {"N": 331, "K": k}})
     with dry.tuning.forced("linear.gemm", {"tile": tile}):
         record(plan_for(load_op("linear"), case), dry)
-    assert (f"linear.gemm.{dtype}.f16.{tile}" in chosen) == streamed and len(chosen) == 1
-    assert ("linear", dtype) in STREAMED or not streamed
+    assert (f"linear.gemm.{dtype}.f16.{tile}" in chosen) == to_registers and len(chosen) == 1
+    assert ("linear", dtype) in REGISTER_TILES or not to_registers

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
 OWN_BUFFERS = 53  # bound by layer.*.own
-USES = [{"workgroups": n, "threads": t, "poll_all": int(t == 768)} for n in (1, "1 * cores") for t in (256, 768)]
+USES = [{"workgroups": n, "threads": t} for n in (1, "1 * cores") for t in (256, 768)]
 FEWER = (
     USES if LONG else USES[::2]
 )  # each number of threads is a pipeline, which takes a CPU driver four seconds to compile

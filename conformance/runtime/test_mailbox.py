@@ -1,4 +1,4 @@
-"""Inter-workgroup mailbox (mailbox.slang): a layer in one dispatch makes the text of separate steps, published words
+"""Inter-workgroup mailbox (workgroup_flags.slang): a layer in one dispatch makes the text of separate steps, published words
 are cleared when all have read them, and where a word is never published, the bound of the wait ends the pass, not the
 text."""
 
@@ -163,10 +163,7 @@ def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_st
     prompt = [int(i * 7919 + 13) % 4000 + 5 for i in range(300)]
     found: list[Any] = []
     kernels, separate = [], []
-    for use in (
-        {"workgroups": 0},
-        {"workgroups": "1 * cores", "threads": 768, "attention": 1, "poll_all": int(kernel == ".own")},
-    ):
+    for use in ({"workgroups": 0}, {"workgroups": "1 * cores", "threads": 768, "attention": 1}):
         opened = open_device("vulkan")
         made = opened.device
         assert isinstance(made, VulkanDevice)

@@ -104,7 +104,7 @@ def test_chunks_are_whole_tiles_within_a_range() -> None:
         chunks = split_rows(decl, limit)
         assert all(row % 8 == 0 and max(part_bytes("q4_0", (rows, 512))) <= limit for row, rows in chunks)
         assert chunks[-1][0] + chunks[-1][1] == 100
-    with pytest.raises(VulkanError, match="w: 8 rows, which lie in tiles, are larger"):
+    with pytest.raises(VulkanError, match="w: 8 rows, which are stored in tiles, are larger"):
         chunk_rows(decl, 2047)
 
 
@@ -172,7 +172,7 @@ def test_chunks_are_cut_at_tiles_and_pages_are_not_taken(device: VulkanDevice) -
         cut(chunk, 12, 16, 256)
     device.guard, guard = 0, device.guard
     try:
-        with pytest.raises(NotShareable, match="v lies in tiles"):
+        with pytest.raises(NotShareable, match="v is stored in tiles"):
             device.adopt(TensorDecl("v", "q4_0", (40, 256), "state"), want)
     finally:
         device.guard = guard

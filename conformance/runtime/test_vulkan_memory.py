@@ -62,7 +62,7 @@ def test_a_full_block_refuses_and_a_double_free_is_an_error() -> None:
 def test_split_weights_cover_every_row_within_the_limit(rows: int, dtype: str, blocks: int, limit: int) -> None:
     decl = TensorDecl("w", dtype, (rows, 32 * blocks), "weight")
     if max(part_bytes(dtype, (1, 32 * blocks))) > limit:
-        with pytest.raises(VulkanError, match=r"(one row is|8 rows, which lie in tiles, are) larger"):
+        with pytest.raises(VulkanError, match=r"(one row is|8 rows, which are stored in tiles, are) larger"):
             split_rows(decl, limit)
         return
     chunks = split_rows(decl, limit)

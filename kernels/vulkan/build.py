@@ -3,8 +3,8 @@
 Every shader has a sidecar `shaders/<shader>.toml` that lists its kernels and the cross product of their defines; lists
 of storage types have names (kernels/vulkan/types.py). Bindings, push constants and specialisation constants are read
 from the compiler's reflection. The SPIR-V is committed beside `manifest.json`, which holds them and binds each module
-to the digest of its sources (includes followed) and to the compiler. The compiler is the one in the PyPI package `slangpy` (extra `kernels`): only people
-who change shaders need it.
+to the digest of its sources (includes followed) and to the compiler, the one in the PyPI package `slangpy` (extra
+`kernels`): only people who change shaders need it.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
             problems.append(f"{v.module}: built by {manifest[v.module]['compiler']}, this is {entry['compiler']}")
         elif manifest[v.module] != entry:
             problems.append(f"{v.module}: the sources or the sidecar changed since it was built")
-        elif _lying(out_dir, v.module) != code:
+        elif _stored(out_dir, v.module) != code:
             problems.append(f"{v.module}: {path.name} is not what its sources compile to")
     names = {v.module for v, _ in wanted}
     stray = {*modules.names(out_dir), *manifest}
@@ -359,8 +359,8 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
     return problems
 
 
-def _lying(out_dir: Path, name: str) -> bytes | None:
-    """The module that lies there; None: none does, or it is damaged."""
+def _stored(out_dir: Path, name: str) -> bytes | None:
+    """The module in the folder; None: there is none, or it is damaged."""
     try:
         return modules.read(out_dir, name)
     except (FileNotFoundError, SpirvError):
@@ -368,8 +368,8 @@ def _lying(out_dir: Path, name: str) -> bytes | None:
 
 
 def _recorded(v: Variant, of_sources: str, entry: Mapping[str, Any] | None, out_dir: Path) -> bool:
-    """Is the manifest's entry that of these sources, of this compiler and of the SPIR-V that lies there?"""
-    code = _lying(out_dir, v.module)
+    """Is the manifest's entry that of these sources, of this compiler and of the SPIR-V in the folder?"""
+    code = _stored(out_dir, v.module)
     if entry is None or code is None:
         return False
     return _entry(v, of_sources, compiler().version, code).items() <= entry.items()
@@ -387,9 +387,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", metavar="PREFIX", help="only modules whose name starts so")
     parser.add_argument(
-        "--out", type=Path, default=SPIRV, metavar="DIR", help="where the SPIR-V lies (the package's folder)"
+        "--out", type=Path, default=SPIRV, metavar="DIR", help="the folder of the SPIR-V (the package's)"
     )
-    parser.add_argument("--source", type=Path, default=SHADERS, metavar="DIR", help="where the shaders lie")
+    parser.add_argument("--source", type=Path, default=SHADERS, metavar="DIR", help="the folder of the shaders")
     parser.add_argument("--force", action="store_true", help="compile even what is up to date")
     args = parser.parse_args(argv)
     if not args.check and args.out == SPIRV and not in_clone():

@@ -13,7 +13,7 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Position p of slot s lies in block table[s, p // block_size], line p % block_size."""
+    """Position p of slot s is in block table[s, p // block_size], line p % block_size."""
 
     dtype: str
     block_size: int

@@ -1,4 +1,4 @@
-"""Weights that also lie by columns (columns.slang), for products that read few of them (sparse_down.slang): a tensor
+"""Weights that are also stored by columns (columns.slang), for products that read few of them (sparse_down.slang): a tensor
 beside the one that was stored, of the same bytes, made by one dispatch when the first plan that reads it is
 compiled."""
 
@@ -33,7 +33,7 @@ def second_layout(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def fits(w: DeviceTensor) -> bool:
-    """Whether a weight [H, F] can lie by columns: a type that has the kernel, in one chunk."""
+    """Whether a weight [H, F] can be stored by columns: a type that has the kernel, in one chunk."""
     return w.dtype in SCALED and len(w.chunks) == 1
 
 

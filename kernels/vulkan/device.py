@@ -291,7 +291,7 @@ class VulkanDevice(Storage, SingleDevice):
         split_rows(decl, self.max_range)  # raises for one that could not be bound
         if self._arena is None or decl.offset + decl.nbytes > plan.arena_bytes:
             raise ValueError(
-                f"plan {plan.name}: {decl.name} at {decl.offset} lies outside its arena of {plan.arena_bytes} bytes"
+                f"plan {plan.name}: {decl.name} at {decl.offset} is outside its arena of {plan.arena_bytes} bytes"
             )
         at, parts = decl.offset, []
         for size in part_bytes(decl.dtype, decl.shape):

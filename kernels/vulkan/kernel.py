@@ -34,7 +34,7 @@ def kernels_digest(manifest: bytes | None = None) -> str:
 
 
 def most_polls(kind: str) -> int:
-    """Polls of one wait between workgroups, at most (mailbox.slang). On a GPU a poll takes 1 to 3 us, so that a wait
+    """Polls of one wait between workgroups, at most (workgroup_flags.slang). On a GPU a poll takes 1 to 3 us, so that a wait
     ends within a second. llvmpipe ends every loop of an invocation after 65535 iterations in all."""
     return 1 << 14 if kind == "cpu" else 1 << 18
 

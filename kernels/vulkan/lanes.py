@@ -1,6 +1,6 @@
-"""Which elements of a matrix operand a lane holds is the implementation's choice; kernels that decode weights into the
-registers of the lane that multiplies them (eights.slang, stream.slang, wide.slang, narrow.slang) are for one choice. A
-device is asked when it is opened: one dispatch of a few microseconds."""
+"""Which elements of a matrix operand a lane holds is the implementation's choice. Kernels that decode weights into the
+registers of the lane that multiplies them (gemm_n8.slang, gemm_n8_split_k.slang, gemm_64x384.slang, gemm_128x256.slang)
+are for one choice. A device is asked when it is opened: one dispatch of a few microseconds."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Where the blocks of a weight lie in device memory (layout.slang).
+"""How the blocks of a weight are stored in device memory (layout.slang).
 
-Row by row, but q4_0 of rows of whole tiles: tiles of 8 rows by 8 blocks, a row's 8 blocks one behind the other, so that
-what a workgroup reads at a time lies together (8 rows' codes in 1024 bytes, their scales in 128) and one that goes
-along a row finds lines of 128 bytes. H100, 27B, tok/s of 1, 4, 8, 32 sequences, row by row 146.8, 437, 864, 2735; in
-tiles of 4 rows 148.8, 448, 885, 2798, of 8 147.1, 455, 898, 2827, of 16 145.7, 459, 905, 2840
-(docs/decisions.md). Rows count from the first one of their chunk, and the last tiles are whole: what lies there
-beyond the last row is read, but not used.
+Row by row, but q4_0 of rows of whole tiles: tiles of 8 rows by 8 blocks, a row's 8 blocks one after the other, so that
+what a workgroup reads at a time is contiguous (8 rows' codes in 1024 bytes, their scales in 128) and one that goes
+along a row finds lines of 128 bytes. Rows count from the first one of their chunk, and the last tiles are whole: what is
+stored after the last row is read, but not used.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ TILED = "q4_0"
 
 
 def tiled(dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a matrix [N, K] of this type lies in tiles."""
+    """Whether a matrix [N, K] of this type is stored in tiles."""
     return dtype == TILED and len(shape) == 2 and shape[1] % (TILE_BLOCKS * DTYPES[TILED].block) == 0
 
 
 def padded_rows(dtype: str, shape: tuple[int, ...]) -> int:
-    """Rows that a tensor's memory holds: those of whole tiles where it lies in tiles."""
+    """Rows that a tensor's memory holds: those of whole tiles where it is stored in tiles."""
     rows = shape[0] if shape else 1
     return -(-rows // TILE_ROWS) * TILE_ROWS if tiled(dtype, shape) else rows
 
 
 def pieces(host: np.ndarray, first: int, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(byte of a tiled part, a view of `host` whose bytes, in its axes' order, lie from there on) for all of host u8
+    """(byte of a tiled part, a view of `host` whose bytes, in its axes' order, are stored from there on) for all of host u8
     [rows, bytes]: rows first.. of a part of `size` bytes a block. Rows of tiles that are not all covered come tile by
     tile, the others at once."""
     rows, width = host.shape

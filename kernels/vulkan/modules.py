@@ -38,5 +38,5 @@ def write(folder: Path, name: str, code: bytes) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """Of the modules that lie there."""
+    """Of the modules in the folder."""
     return sorted(p.name.removesuffix(SUFFIX) for p in folder.glob(f"*{SUFFIX}"))

@@ -1,11 +1,7 @@
 """A compiled plan: one command buffer, recorded once, submitted again and again.
 
-What a dispatch costs beside its work, H200, driver 580.159.04, us: an empty one behind a barrier 1.8 (1 group), 1.9
-(132), 2.4 (1056 of 256 threads); without the barrier 0.16, 0.21, 0.83. In the chain of a 27B token (14.5 a dispatch)
-none of these changed 0.1 us: execution-only barriers, other access masks, synchronization2, barriers of a buffer,
-direct instead of indirect grids, one set with dynamic offsets, pushed descriptors, descriptor buffers, a queue family
-without graphics, recording without simultaneous use, equal kernels one after another. Dearer, a dispatch: VkEvent 4.3,
-MEMORY_READ and MEMORY_WRITE or all stages 2.9, the indirect stage 2.3, a command buffer for each layer 2.3.
+H200, us of an empty dispatch after a barrier: 1.8 with 1 workgroup, 1.9 with 132, 2.4 with 1056; without the barrier 0.16, 0.21,
+0.83. Narrower barriers, other descriptors and direct grids change nothing; a command buffer for each layer costs 2.3.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Loader:
             count = fill.nbytes // _block_bytes(packed.dtype) * units
             push = struct.pack("<III", fill.first * units, count, packed.shape[-1] // _UNIT)
             self._dispatch(command, kernel, self._bind(slot, kernel, fill.parts), push, count)
-        slot.ticket = submit(device, command, 4 * fill.nbytes)  # copied, and laid out anew
+        slot.ticket = submit(device, command, 4 * fill.nbytes)  # copied, and repacked
         slot.owner = fill.name, packed
 
     def _bind(self, slot: _Slot, kernel: Kernel, parts: Sequence[Slice]) -> Any:

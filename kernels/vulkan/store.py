@@ -104,7 +104,7 @@ class Storage(ABC):
         if self.guard:
             raise NotShareable("tensors with guard bytes around them have memory of their own")
         if tiled(decl.dtype, decl.shape):
-            raise NotShareable(f"{decl.name} lies in tiles on this device")
+            raise NotShareable(f"{decl.name} is stored in tiles on this device")
         if max(part_bytes(decl.dtype, decl.shape)) > self.max_range:
             raise NotShareable(f"{decl.name} is larger than one storage buffer of this device may be")
         held = self._allocations.setdefault(decl.name, [])
@@ -130,7 +130,7 @@ class Storage(ABC):
             columns.lay_out(self, self.tensor(name), other)
 
     def by_columns(self, w: DeviceTensor) -> DeviceTensor:
-        """A stored weight that fits(), laid out by columns too; made now, if it was not yet, and dropped with the
+        """A stored weight that fits(), stored by columns too; made now, if it was not yet, and dropped with the
         weight."""
         name = w.name + columns.SUFFIX
         if name not in self._tensors:

@@ -1,4 +1,4 @@
-"""Named tensors in device memory: how a declaration's parts and rows lie in slices, and the copies in and out."""
+"""Named tensors in device memory: how a declaration's parts and rows are stored in slices, and the copies in and out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeviceTensor:
     def spans(self, row: int, value: Tensor) -> Iterator[tuple[Slice, np.ndarray]]:
         """(device bytes, host bytes) of the rows row.. that `value` covers, chunk by chunk, part by part.
 
-        The host arrays are views of the contiguous `value`, of any strides, whose bytes lie on the device in the order
+        The host arrays are views of the contiguous `value`, of any strides, whose bytes are stored on the device in the order
         of their axes: write from them, or read into them.
         """
         stop = row + rows_of(value.shape)
@@ -90,7 +90,7 @@ def rows_of(shape: tuple[int, ...]) -> int:
 
 
 def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
-    """Bytes of each part: of whole tiles where it lies in tiles, else without padding."""
+    """Bytes of each part: of whole tiles where it is stored in tiles, else without padding."""
     t, shape = DTYPES[dtype], (layout.padded_rows(dtype, shape), *shape[1:]) if shape else ()
     return [math.prod(t.part_shape(p, shape)) * p.itemsize for p in t.parts]
 
@@ -131,7 +131,7 @@ def split_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int]]:
     if layout.tiled(decl.dtype, decl.shape):
         least = layout.TILE_ROWS
     if most < least:
-        what = "one row is" if least == 1 else f"{least} rows, which lie in tiles, are"
+        what = "one row is" if least == 1 else f"{least} rows, which are stored in tiles, are"
         raise VulkanError(f"{decl.name}: {what} larger than a storage buffer of this device may be ({max_range} bytes)")
     # Whole tiles in all but the last chunk.
     most -= next((most % tile for tile in (64, 16, least) if most >= tile), 0)

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 from hybrid.kernels.vulkan.groups import Binding, Group
-from hybrid.kernels.vulkan.ops import _altup_gate, _altup_next, _apart, _layer, _layer_attention
+from hybrid.kernels.vulkan.ops import _altup_gate, _altup_next, _layer, _layer_attention, _partials
 
 BINDINGS: dict[str, Binding] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record
@@ -31,5 +31,5 @@ GROUPS: dict[tuple[str, ...], Group] = {
     },
     _altup_next.OPS: _altup_next.record,
     _altup_gate.OPS: _altup_gate.record,
-    **{ops: _apart.record for ops in _apart.OPS},
+    **{ops: _partials.record for ops in _partials.OPS},
 }

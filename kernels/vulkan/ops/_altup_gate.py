@@ -19,7 +19,7 @@ OUTS, THREADS = 32, 512  # of altup_gate.slang: outputs and threads of a workgro
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
     """corrected f32 [1,A*H], y = corrected 0 * w_scale, h [1,P] = gelu_tanh(y @ w_gate.T) * the layer's columns of ple,
     then h @ w_proj.T. False where these steps do not follow from one another, for several rows, types without a module,
-    rows wider than a workgroup holds, or results that lie where another workgroup may not have read its inputs yet."""
+    rows wider than a workgroup holds, or results that overwrite inputs which another workgroup may not have read yet."""
     (correct, own), (old, new) = steps, t
     hidden, width, w, device = correct.bind["H"], own.bind["P"], new["w_gate"], rec.device
     follow = (

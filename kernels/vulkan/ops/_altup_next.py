@@ -17,7 +17,7 @@ BUILT = "q8_act", "f16"  # types of y
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
     """streams = corrected with rms(a) * w_post added to all but the first; predicted, normed and y of them. False where
     these steps do not follow from one another, where no module is built for y, or where a row's workgroup might write
-    what another row's has not read yet, because results lie where inputs lay."""
+    what another row's has not read yet, because results overwrite inputs."""
     (add, predict), (old, new) = steps, t
     rows, hidden, device = add.bind["T"], add.bind["H"], rec.device
     follow = add.args["streams"] == predict.args["streams"] and (add.bind, add.extent) == (predict.bind, predict.extent)

@@ -19,10 +19,10 @@ from hybrid.kernels.vulkan.types import QUANTISED
 TILES = {
     f"{rows}x{columns}": (rows, columns)
     for columns, heights in (
-        (256, (128, 64, 48, 40, 32, 24, 16, 8)),
-        (384, (64, 32, 24, 16, 8)),
+        (384, (64, 24)),
+        (256, (128, 48, 40, 32, 24, 16, 8)),
         (192, (128,)),
-        (128, (96, 32, 16)),
+        (128, (96,)),
         (64, (64, 32)),
         (32, (8,)),
         (16, (8,)),
@@ -31,32 +31,24 @@ TILES = {
 }
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
-# Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang),
-# and of those whose weights go straight into registers (eights.slang, stream.slang; wide.slang has STAGE).
-STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
-FEW, WIDE_TILE, NARROW = ("16x128", "32x128"), "128x256", ("8x16", "8x32")
-EIGHTS = ("8x256", "16x256", "24x256", "32x256", "40x256", "48x256")
-LONG_EIGHTS = ("8x384", "16x384", "24x384", "32x384")
-STREAM = (*EIGHTS, *LONG_EIGHTS, "64x256", "64x384", WIDE_TILE)
-# Tiles whose weights go straight into registers, those for small matrices (narrow.slang) among them, by family and
-# type: for pairs of blocks, and devices whose lanes hold the elements that they count on (lanes.py). Elsewhere tiles of
-# shared memory take their place.
-STREAMED = {
-    ("linear", "q4_0"): (*EIGHTS, WIDE_TILE, *NARROW),
-    ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256", "64x256"),
-    ("ffn_up", "q4_0"): (*EIGHTS, *LONG_EIGHTS, "64x384", WIDE_TILE, "8x32"),
+# Columns of K in a stage, and the fewest that there must be: of tiles in shared memory and of 128x256; of other tiles whose
+# weights go straight into registers.
+STAGE, REGISTER_STAGE = 64, 256
+MANY_ROWS, SPLIT_SUBGROUPS = "128x256", ("8x16", "8x32")  # gemm_128x256.slang, gemm_n8_split_k.slang
+N8 = ("8x256", "16x256", "24x256", "32x256", "40x256", "48x256")  # gemm_n8.slang
+# Tiles whose weights go straight into registers, by family and type: for pairs of blocks, and devices whose lanes hold the
+# elements that these kernels count on (lanes.py). Elsewhere a default tile takes their place.
+REGISTER_TILES = {
+    ("linear", "q4_0"): (*N8, MANY_ROWS, "8x16"),
+    ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256"),
+    ("ffn_up", "q4_0"): (*N8, "24x384", "64x384", MANY_ROWS, "8x32"),
 }
-BEFORE_EIGHTS = {8: "16x128", 16: "16x128", 24: "32x128", 32: "32x128", 40: "64x64", 48: "64x64"}
-BEFORE_STREAM = {WIDE_TILE: "128x192"} | {tile: BEFORE_EIGHTS[TILES[tile][0]] for tile in (*EIGHTS, *LONG_EIGHTS)}
-MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
+MOST_SPLITS, MOST_PARTS, KEPT = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and partials.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
-# In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half.
-# H200,
-# 128 rows of 27B, us (a stage takes 1.15): 5376 x 4096 in 2, 4 parts 54.6, 40.6; 8192 x 5376 in 2, 3 parts 64.5, 52.6;
-# 5376 x 21504 in 4, 9, 14 parts 115, 123, 131.
+# In stages of the tile: prologue and epilogue of a workgroup, and the sums of a split; other tiles 2.0 and 0.5.
 ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
-# Of narrow.slang: columns of K that a subgroup multiplies at a time, and the most subgroups that share K.
-NARROW_STAGE, NARROW_SUBGROUPS = 128, 16
+# Of gemm_n8_split_k.slang: columns of K that a subgroup multiplies at a time, and the most subgroups that share K.
+SUBGROUP_STAGE, MOST_SUBGROUPS = 128, 16
 TYPES = ("f16", "bf16", *QUANTISED)
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 WIDE = 32768  # groups along x of a grid, as wide_group() of types.slang reads them back
@@ -95,11 +87,11 @@ def gemm(
     *,
     rows: int,
     extent: str,
-    apart: int = 0,
+    partials: int = 0,
     **constants: int,
 ) -> Gemm | None:
     """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none. `y`:
-    some part of the result. `apart`: what parts_apart() says, of a result whose K splits are left as so many times its
+    some part of the result. `partials`: what kept_splits() says, of a result whose K splits are left as so many times its
     rows.
 
     Where the tuning says `unpack`, a dispatch before it writes the weight's numbers as f16 into scratch memory.
@@ -115,32 +107,32 @@ def gemm(
         parts, dtype = (scratch,), "f16"
     tile = tile_of(device, family, use["tile"], dtype, rows, w.rows, k)
     tall, across = TILES[tile]
-    if tile in NARROW:
+    if tile in SPLIT_SUBGROUPS:
         kernel = rec.kernel(
-            f"{family}.gemm.{dtype}.{x.dtype}.{tile}", THREADS=narrow_threads(device, tile, k), K=k, **constants
+            f"{family}.gemm.{dtype}.{x.dtype}.{tile}", THREADS=split_threads(device, tile, k), K=k, **constants
         )
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
-    if tile in STREAM and dtype == "q6_k":
+    if dtype == "q6_k" and tile in REGISTER_TILES["linear", "q6_k"]:
         constants["FUSED"] = int(device.has("fused_halves"))
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", ONCE=int(rows <= SHORT), **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
     whole, splits = split_k(
         down,
         columns,
-        -(-k // stage_of(tile, dtype)),
+        -(-k // stage_of(tile)),
         use["groups"],
         device.max_range // (4 * tall * across),
         ENDS.get(tile, 2.0),
         SUMS.get(tile, 0.5),
     )
     beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
-    if apart:
-        whole, splits = 0, apart
+    if partials:
+        whole, splits = 0, partials
     elif splits > 1:
         tiles = down * (columns - whole)
         beside = (rec.scratch(4 * tall * across * tiles * splits), rec.counters(tiles))
     grid = (Live(extent, per=tall, cap=rows), whole + (columns - whole) * splits, 1)
-    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, splits | (APART if apart else 0)), beside)
+    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, splits | (KEPT if partials else 0)), beside)
 
 
 def takes(device: Any, x: DeviceTensor, w: Chunk) -> bool:
@@ -149,36 +141,32 @@ def takes(device: Any, x: DeviceTensor, w: Chunk) -> bool:
     return types and device.has("f16_matrices") and device.subgroup_size == SUBGROUP
 
 
-def parts_apart(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
+def kept_splits(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
     """K splits of `rows` rows of x by w where the device's table asks that whoever reads the result adds them up: 0
     where it does not, or where the tiles fill the device without."""
     device, k = rec.device, x.shape[-1]
     if not takes(device, x, w):
         return 0
     use, facts = tile_for(device, "linear", w.dtype, rows, w.rows, k), {"w": w.dtype, "rows": rows, "n": w.rows, "k": k}
-    most = min(device.tuning.choose("linear.apart", {"most": 0}, **facts)["most"], MOST_PARTS)
+    most = min(device.tuning.choose("linear.partials", {"most": 0}, **facts)["most"], MOST_PARTS)
     tile = tile_of(device, "linear", use["tile"], w.dtype, rows, w.rows, k)
-    if most < 2 or tile in NARROW or use["unpack"]:
+    if most < 2 or tile in SPLIT_SUBGROUPS or use["unpack"]:
         return 0
     tall, across = TILES[tile]
-    down, columns, stages = -(-rows // tall), -(-w.rows // across), -(-k // stage_of(tile, w.dtype))
+    down, columns, stages = -(-rows // tall), -(-w.rows // across), -(-k // stage_of(tile))
     whole, splits = split_k(down, columns, stages, use["groups"], device.max_range // (4 * rows * w.rows), most=most)
     return splits if not whole and splits > 1 else 0
 
 
 def tile_of(device: Any, family: str, tile: str, dtype: str, rows: int, n: int, k: int) -> str:
-    """The tile that the tuning table names, or which stands in its place where the device or the types have no such
-    kernel."""
-    if tile in (*STREAM, *NARROW) and not goes_to_lanes(device, family, tile, dtype, k):
-        return BEFORE_STREAM.get(tile) or default_tile(rows, n)
-    return tile
+    """The tile that the tuning table names, or a default where the device or the types have no such kernel."""
+    shared = tile in DEFAULTS or goes_to_registers(device, family, tile, dtype, k)
+    return tile if shared else default_tile(rows, n)
 
 
-def stage_of(tile: str, dtype: str) -> int:
+def stage_of(tile: str) -> int:
     """Columns of K that the tile's kernel multiplies at a time."""
-    if tile in STREAM and tile != WIDE_TILE:
-        return STREAM_STAGE
-    return FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
+    return STAGE if tile in (*DEFAULTS, MANY_ROWS) else REGISTER_STAGE
 
 
 def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
@@ -194,22 +182,22 @@ def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) ->
 
 def lowest_tile(family: str, dtype: str, rows: int, columns: int) -> str:
     """The lowest tile of so many columns that holds the rows, in equal parts where none does; "": there is none."""
-    tiles = [t for t in (*FEW, *STREAMED.get((family, dtype), ())) if TILES[t][1] == columns and t != WIDE_TILE]
+    tiles = [t for t in REGISTER_TILES.get((family, dtype), ()) if TILES[t][1] == columns and t != MANY_ROWS]
     heights = sorted(TILES[t][0] for t in tiles)
     parts = -(-rows // heights[-1]) if heights else 0
     return next((f"{h}x{columns}" for h in heights if h * parts >= rows), "")
 
 
-def goes_to_lanes(device: Any, family: str, tile: str, dtype: str, k: int) -> bool:
+def goes_to_registers(device: Any, family: str, tile: str, dtype: str, k: int) -> bool:
     """Whether the device has such a product by a tile whose weights go straight into registers."""
-    return tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")
+    return tile in REGISTER_TILES.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")
 
 
-def narrow_threads(device: Any, tile: str, k: int) -> int:
-    """Of a workgroup of narrow.slang: the fewest subgroups that go through K in as few passes as the most do, whose
-    sums lie in shared memory together."""
+def split_threads(device: Any, tile: str, k: int) -> int:
+    """Threads of a workgroup of gemm_n8_split_k.slang: the fewest subgroups that go through K in as few passes as the most do, whose
+    sums are in shared memory together."""
     rows, columns = TILES[tile]
-    stages, most = -(-k // NARROW_STAGE), min(NARROW_SUBGROUPS, device.shared_bytes // (rows * (4 * columns + 16)))
+    stages, most = -(-k // SUBGROUP_STAGE), min(MOST_SUBGROUPS, device.shared_bytes // (rows * (4 * columns + 16)))
     return SUBGROUP * -(-stages // -(-stages // most))
 
 

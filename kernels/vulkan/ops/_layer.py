@@ -30,11 +30,11 @@ ROWS, PIECE, BLOCK, HELD = (
     32,
     8,
 )  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
-BLOCK_WORDS = 10  # and mailbox.slang's: mailbox words of a block of h
+BLOCK_WORDS = 10  # and workgroup_flags.slang's: flags words of a block of h
 ATTENTION_BINDINGS, ATTENTION_PUSH = (
     13,
     40,
-)  # layer_attention.slang's, behind the mailbox and in the end of the push constants
+)  # layer_attention.slang's, behind the flags and in the end of the push constants
 ATTENDING = "a layer's dispatch that ends with the next attention"
 """What Recorder.noted calls the latest of them."""
 NO_ATTENTION = {
@@ -52,12 +52,12 @@ NO_ATTENTION = {
     "VALUE_NORM": 0,
 }
 """Of the kernel with attention, where it does without."""
-DEFAULT = {"workgroups": 0, "whole": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4, "poll_all": 0}
+DEFAULT = {"workgroups": 0, "whole": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One dispatch, before it is recorded: kernel, constants, bindings, push constants, words of the mailbox."""
+    """One dispatch, before it is recorded: kernel, constants, bindings, push constants, words of the flags."""
 
     kernel: str
     constants: Mapping[str, int]
@@ -73,7 +73,7 @@ class Layer:
         return self.constants["GRID"]
 
     def record(self, rec: Recorder, more: Sequence[Slice] = ()) -> None:
-        """`more`: bindings after the mailbox."""
+        """`more`: bindings after the flags."""
         kernel = rec.kernel(self.kernel, **self.constants)
         rec.dispatch(
             kernel, self.reads, [*self.writes, rec.counters(self.words), *more], self.push, (self.grid,), resident=True
@@ -184,7 +184,6 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
         "SHARES": shares,
         "WIDEST": widest,
         "POLLS": device.polls,
-        "POLL_ALL": use["poll_all"],
         **sizes,
     }
     push = struct.pack(
@@ -208,7 +207,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
         [p for x in reads for p in x.parts],
         [p for x in made for p in x.parts],
         push,
-        mailbox_words(sizes, grid),
+        flag_words(sizes, grid),
         use,
         shared,
     )
@@ -257,8 +256,8 @@ def whole_shares(plan: Sequence[Step], most: int) -> int:
     return next(n for n in range(most, 0, -1) if not blocks % n)
 
 
-def mailbox_words(sizes: Mapping[str, int], grid: int) -> int:
-    """Words of the inter-workgroup mailbox (layer_mailbox.slang)."""
+def flag_words(sizes: Mapping[str, int], grid: int) -> int:
+    """Words of the inter-workgroup flags (layer_flags.slang)."""
     blocks = sizes["FFN"] // BLOCK
     words = 4 + 2 * sizes["HIDDEN"] + BLOCK_WORDS * blocks + BLOCK * (blocks % grid)
     return words + (sizes["HIDDEN"] + sizes["OWNED"] if "OWNED" in sizes else 0)

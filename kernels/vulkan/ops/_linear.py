@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 from hybrid.core.plan import CONTROL
 from hybrid.kernels.vulkan.memory import Slice
-from hybrid.kernels.vulkan.ops._gemm import Grid, gemm, parts_apart, unit, wide
+from hybrid.kernels.vulkan.ops._gemm import Grid, gemm, kept_splits, unit, wide
 from hybrid.kernels.vulkan.ops.rmsnorm import workgroup
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
@@ -29,23 +29,27 @@ def linear(
     extent: str,
     out_rows: Slice | None = None,
     softcap: float = 0.0,
-    apart: int = 0,
+    partials: int = 0,
 ) -> None:
     """y f32 [rows, N] = x [.., K] @ w[N,K].T, softcapped where softcap > 0; row t of y reads row t, or out_rows[t],
     of x. `extent` names the live count of y's rows. Each chunk of w, which has a
-    storage type of its own, fills its columns of y in a dispatch of its own. `apart`: y has so many times its rows, one
-    for each of K's splits (left_apart() of the same product)."""
+    storage type of its own, fills its columns of y in a dispatch of its own. `partials`: y has so many times its rows, one
+    for each of K's splits (kept_partials() of the same product)."""
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
         few = _few(rec, x, chunk, rows)
-        made = None if few else gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, apart=apart, GATHER=gather)
+        made = (
+            None
+            if few
+            else gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, partials=partials, GATHER=gather)
+        )
         if made:
             kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
         elif few or rows <= GEMV_TOKENS:
             use = gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
-            per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
+            per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS
             across, further = wide(-(-chunk.rows // per))
             grid = across, Live(extent, per=use["TOKENS"], cap=rows), further
         else:
@@ -57,10 +61,10 @@ def linear(
         rec.dispatch(kernel, reads=reads, writes=[y, *beside], push=push + more, grid=grid)
 
 
-def left_apart(rec: Recorder, x: DeviceTensor, w: DeviceTensor, *, rows: int) -> int:
-    """In how many parts `linear` may leave such a product to whoever reads it (parts_apart()); 0: in none."""
+def kept_partials(rec: Recorder, x: DeviceTensor, w: DeviceTensor, *, rows: int) -> int:
+    """In how many parts `linear` may leave such a product to whoever reads it (kept_splits()); 0: in none."""
     alone = len(w.chunks) == 1 and not _few(rec, x, w.chunks[0], rows)
-    return parts_apart(rec, x, w.chunks[0], rows=rows) if alone else 0
+    return kept_splits(rec, x, w.chunks[0], rows=rows) if alone else 0
 
 
 def _few(rec: Recorder, x: DeviceTensor, w: Chunk, rows: int) -> bool:
@@ -118,7 +122,7 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
     # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; steps 0: one subgroup.
     most = device.max_threads // subgroup
     split = min(-(-pieces // (use["steps"] * subgroup)), most) if use["steps"] else 1
-    groups, passes = min(use["groups"], most // split), use["passes"]
+    groups, passes = min(use["groups"], most // split), 1
     if family == "ffn_up":  # a workgroup makes 32 outputs: so many rows of gate and of up, in bands
         groups = max(g for g in (1, 2, 4, 8, 16) if g <= (groups if use["steps"] else most))
         passes = FFN_BANDS // groups
@@ -135,7 +139,7 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
 
 def _gemv_use(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
     lanes = {"steps": 1, "groups": 4} if rec.device.subgroup_size >= 32 else {"steps": 0, "groups": 8}
-    default = {**lanes, "passes": 1, "most": GEMV_TOKENS}
+    default = {**lanes, "most": GEMV_TOKENS}
     return rec.device.tuning.choose(f"{family}.gemv", default, w=w, x=x, rows=rows, n=n, k=k)
 
 

@@ -1,4 +1,4 @@
-"""Recording the row kernels of AltUp's streams (rows.slang): one workgroup per row."""
+"""Recording the row kernels of AltUp's streams (altup_rows.slang): one workgroup per row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A product that its K splits left apart: f32 [count*T,H], which the row kernel adds up (parts.slang)."""
+    """The kept partials of a product: f32 [count*T,H], which the row kernel adds up (partials.slang)."""
 
     at: Slice
     count: int

@@ -1,4 +1,4 @@
-"""Binding of altup_unembed: the streams laid apart, then a product for each."""
+"""Binding of altup_unembed: the streams split, then a product for each."""
 
 from __future__ import annotations
 

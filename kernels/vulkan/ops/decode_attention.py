@@ -47,7 +47,7 @@ class Shape:
     quads of the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge:
     1: the last subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch
     of its own does. dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has
-    one of its own. spread: 1: lanes that share a step's keys go on with one score each, which is fewer instructions in
+    one of its own. spread: 1: lanes that share a step's keys continue with one score each, which is fewer instructions in
     a longer chain."""
 
     heads: int
@@ -96,7 +96,7 @@ def shape(
         subgroups //= 2
     most_heads = min(ratio, chosen["heads"], max(1, fit(subgroups)))
     tile = next((h for h in HEADS[units] if h >= most_heads), HEADS[units][-1])
-    if kv == "q8_0" and tile * subgroups < 2:  # the new k and v are quantised where the sums lie
+    if kv == "q8_0" and tile * subgroups < 2:  # the new k and v are quantised where the sums are
         subgroups = 2
     lanes = 1 << (-(-words // units) - 1).bit_length()
     piece = min(subgroup, max(8, 1 << (tile * head_dim // 4 // subgroups - 1).bit_length()))

@@ -11,13 +11,13 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
-def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], apart: int = 0) -> None:
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], partials: int = 0) -> None:
     """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the scratch tensor of the step.
 
     With sparsity and few rows, gate's product comes first, and of up only the rows that some token's gate lets through
     are read. Where the device's table asks for it, of down only the columns that h is not zero in are read, from a
-    second layout of it. Two dispatches where gate and up lie in one chunk, h has the activation type of x and all gates
-    count; otherwise gate and up go through a temporary f32 [T,2F]. `apart`: y is f32 [apart*T,H], as linear() leaves
+    second layout of it. Two dispatches where gate and up are in one chunk, h has the activation type of x and all gates
+    count; otherwise gate and up go through a temporary f32 [T,2F]. `partials`: y is f32 [partials*T,H], as linear() leaves
     it.
     """
     x, w, h, rows = t["x"], t["w_gate_up"], t["h"], step.bind["T"]
@@ -30,7 +30,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], apart: int 
         gate_up = rec.scratch(4 * rows * w.shape[0])
         linear(rec, x, w, gate_up, rows=rows, extent=step.extent)
         geglu(rec, gate_up, h, rows=rows, extent=step.extent, sparsity=sparsity)
-    if sparsity and not apart and (down := sparse_columns(rec, h, t["w_down"], rows=rows)):
+    if sparsity and not partials and (down := sparse_columns(rec, h, t["w_down"], rows=rows)):
         sparse_down(rec, h, down, t["y"].parts[0], rows=rows, extent=step.extent)
     else:
-        linear(rec, h, t["w_down"], t["y"].parts[0], rows=rows, extent=step.extent, apart=apart)
+        linear(rec, h, t["w_down"], t["y"].parts[0], rows=rows, extent=step.extent, partials=partials)

@@ -10,7 +10,7 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
-def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], apart: int = 0) -> None:
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], partials: int = 0) -> None:
     """qkv f32 [T,(HQ+2*HK)*D] = x [T,H] @ w.T: one product over the rows of q, k and v, whose types
-    may differ (Q4_K_M has v in q6_k). `apart`: qkv is f32 [apart*T,..], as linear() leaves it."""
-    linear(rec, t["x"], t["w"], t["qkv"].parts[0], rows=step.bind["T"], extent=step.extent, apart=apart)
+    may differ (Q4_K_M has v in q6_k). `partials`: qkv is f32 [partials*T,..], as linear() leaves it."""
+    linear(rec, t["x"], t["w"], t["qkv"].parts[0], rows=step.bind["T"], extent=step.extent, partials=partials)

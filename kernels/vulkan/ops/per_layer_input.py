@@ -6,14 +6,14 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import CONTROL, Step
-from hybrid.kernels.vulkan.ops._gemm import TILES, goes_to_lanes, narrow_threads, tile_for
+from hybrid.kernels.vulkan.ops._gemm import TILES, goes_to_registers, split_threads, tile_for
 from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, linear
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 from hybrid.kernels.vulkan.types import SCALED
 
 OUTS = 32  # outputs of a workgroup of own_gate.slang
-NARROW = "8x16"  # of narrow.slang
+TILE = "8x16"  # of gemm_n8_split_k.slang
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -23,8 +23,8 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     alone = len(w.chunks) == 1
     if few and alone and types == ("q8_act", "q8_act") and w.dtype in SCALED:
         _own_gate(rec, step, t)
-    elif not few and alone and types == ("f16", "f16") and _narrow(rec, step, w.dtype):
-        _narrow_gate(rec, step, t)
+    elif not few and alone and types == ("f16", "f16") and _on_matrix_units(rec, step, w.dtype):
+        _gate_on_matrix_units(rec, step, t)
     else:
         _product_and_gate(rec, step, t)
     linear(rec, t["h"], t["w_proj"], t["y"].parts[0], rows=step.bind["T"], extent=step.extent)
@@ -41,19 +41,19 @@ def _own_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     rec.dispatch(kernel, reads, t["h"].parts, push, grid=(bind["P"] // OUTS, 1, 1))
 
 
-def _narrow(rec: Recorder, step: Step, dtype: str) -> bool:
-    """Whether the product with the gate is one that narrow.slang computes, and the tuning table asks for it."""
+def _on_matrix_units(rec: Recorder, step: Step, dtype: str) -> bool:
+    """Whether the product with the gate is one that gemm_n8_split_k.slang computes, and the tuning table asks for it."""
     rows, width, k = step.bind["T"], step.bind["P"], step.bind["H"]
     asked = tile_for(rec.device, "linear", dtype, rows, width, k)["tile"]
-    return asked == NARROW and goes_to_lanes(rec.device, "linear", NARROW, dtype, k)
+    return asked == TILE and goes_to_registers(rec.device, "linear", TILE, dtype, k)
 
 
-def _narrow_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+def _gate_on_matrix_units(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     bind, w = step.bind, t["w_gate"].chunks[0]
-    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, NARROW, bind["H"]), K=bind["H"])
+    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=split_threads(rec.device, TILE, bind["H"]), K=bind["H"])
     rows, first = bind["T"], int(step.attrs["layer"]) * bind["P"]
     push = struct.pack("<7If", bind["P"], bind["H"], first, bind["E"], CONTROL[step.extent], rows, rows, 0.0)
-    tall, across = TILES[NARROW]
+    tall, across = TILES[TILE]
     rec.dispatch(
         kernel,
         [*t["x"].parts, *w.parts, *t["ple"].parts],

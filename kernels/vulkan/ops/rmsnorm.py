@@ -23,7 +23,7 @@ HELD = 3  # repeats held.slang's: units of four elements of a thread
 LEAST, PREFERRED = (
     64,
     512,
-)  # threads of a row: a few share small matrices too (rows.slang); most where those hold all of it
+)  # threads of a row: a few share small matrices too (altup_rows.slang); most where those hold all of it
 
 
 def row_sizes(hidden: int, subgroup: int, most: int) -> dict[str, int]:

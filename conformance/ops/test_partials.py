@@ -38,7 +38,7 @@ from hybrid.harness.inputs import make
 from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.dry import DryDevice, record
-from hybrid.kernels.vulkan.ops import GROUPS, _apart, _linear, linear
+from hybrid.kernels.vulkan.ops import GROUPS, _linear, _partials, linear
 from hybrid.kernels.vulkan.ops._rows import Parts
 from hybrid.kernels.vulkan.steps import BEGUN_BY
 
@@ -78,14 +78,14 @@ def reader(op: str, hidden: int, rows: int, live: int, y: str = "f16") -> Case:
     return Case(op, bind, dict(spec.dtypes({"y": y})), spec.attrs(bind, {}), live, live, seed=4, style="full")
 
 
-def zeros_beside(rec: Any, step: Step, t: Mapping[str, Any], apart: int = 0) -> None:
+def zeros_beside(rec: Any, step: Step, t: Mapping[str, Any], partials: int = 0) -> None:
     """linear whose parts are its whole and, for the others, products with the plan's tensor of zeros."""
-    if not apart:
+    if not partials:
         return linear_record(rec, step, t)
     rows = step.bind["T"]
     y = t["y"].parts[0]
-    each = y.size // apart
-    for i in range(apart):
+    each = y.size // partials
+    for i in range(partials):
         w = t["w"] if i == AT else rec.device.tensor("nothing")
         _linear.linear(rec, t["x"], w, replace(y, offset=y.offset + i * each, size=each), rows=rows, extent=step.extent)
     return None
@@ -96,12 +96,12 @@ linear_record = linear.record
 
 @contextmanager
 def parts_by_other_means() -> Iterator[None]:
-    """Every product is left apart, by dispatches that any device has."""
+    """Every product keeps its partials, by dispatches that any device has."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_linear, _apart):
-            patch.setattr(module, "left_apart", lambda *a, **k: PARTS)
+        for module in (_linear, _partials):
+            patch.setattr(module, "kept_partials", lambda *a, **k: PARTS)
         patch.setattr(linear, "record", zeros_beside)
-        patch.setitem(_apart.PRODUCTS, "linear", ("x", "w", "y", zeros_beside))
+        patch.setitem(_partials.PRODUCTS, "linear", ("x", "w", "y", zeros_beside))
         yield
 
 
@@ -121,7 +121,7 @@ def judge(
     return proved(device, made, given_more(plan, more), {**values, **more})
 
 
-@pytest.mark.parametrize("op", [op for op in _apart.READERS if op != "decode_attention"])
+@pytest.mark.parametrize("op", [op for op in _partials.READERS if op != "decode_attention"])
 def test_parts_are_added_up_and_their_sum_is_kept(devices: Devices, op: str) -> None:
     """Against the operation's definition of the sum, and the sum itself bit by bit: parts are added in their order."""
     device = devices.get("vulkan", guard=GUARD)
@@ -136,7 +136,7 @@ def judge_reader(device: Any, op: str, hidden: int, rows: int, live: int, count:
     parts = np.random.default_rng(count).standard_normal((count, rows, hidden)).astype(np.float32)
 
     def record(rec: Any, step: Step, t: Mapping[str, Any]) -> None:
-        _apart.READERS[op][1](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
+        _partials.READERS[op][1](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
 
     more = {"parts": Tensor.of(parts.reshape(count * rows, hidden))}
     plan, values = planned(made, device.name)
@@ -164,7 +164,7 @@ def judge_attention(device: Any, of: str, d: int, live: int, count: int) -> None
     parts = np.random.default_rng(count).standard_normal((count, *values["qkv"].shape)).astype(np.float32)
 
     def record(rec: Any, step: Step, t: Mapping[str, Any]) -> None:
-        _apart.READERS[case.op][1](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
+        _partials.READERS[case.op][1](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
 
     more = {"parts": Tensor.of(parts.reshape(count * rows, -1))}
     plan, drawn = planned([case], device.name)
@@ -175,7 +175,7 @@ def judge_attention(device: Any, of: str, d: int, live: int, count: int) -> None
     np.testing.assert_array_equal(device.read("qkv").array[:live], reduce(np.add, parts)[:live])
 
 
-def test_a_product_is_left_apart_and_added_up_by_its_reader(devices: Devices) -> None:
+def test_a_product_keeps_its_partials_and_added_up_by_its_reader(devices: Devices) -> None:
     device = devices.get("vulkan", guard=GUARD)
     with parts_by_other_means():
         assert judge(device, rows=5, live=5) == GRIDS + PARTS + 1
@@ -191,8 +191,8 @@ def test_what_does_not_follow_is_recorded_step_by_step(devices: Devices) -> None
         assert judge(device, hidden=longest + 32) == GRIDS + 2
 
 
-@pytest.mark.parametrize("ops", _apart.OPS, ids="-".join)
-def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> None:
+@pytest.mark.parametrize("ops", _partials.OPS, ids="-".join)
+def test_a_table_says_whether_partials_are_kept(ops: tuple[str, str]) -> None:
     """What the product writes is what its reader reads, in as many parts as both are told; else it writes its
     result."""
     units = ("f16_matrices", "matrix_lanes")
@@ -200,7 +200,7 @@ def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> Non
     inner = {"hidden": 2048} if ops[0] == "fused_qkv" else {"hidden": 512, "heads": 2048, "ffn": 2048}
     plan, _ = planned(pair(ops, {**SIZES, **inner, "hq": 8, "hk": 4, "d": 32}, 32, "f16", 32), "dry")
     for most, found in ((8, 8), (3, 3), (0, None)):
-        with dry.tuning.forced("linear.apart", {"most": most}):
+        with dry.tuning.forced("linear.partials", {"most": most}):
             *_, product, read = [d for d in record(plan, dry).dispatches if d.kernel.name != "grid"]
         whole, splits = struct.unpack("<2I", product.push[-8:])
         assert product.writes[0] in read.reads[1:3] and whole == 0
@@ -211,19 +211,7 @@ def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> Non
             assert struct.unpack("<I", read.push[-4:]) == (found or 1,)
 
 
-ROWS = {
-    "16x128": 11,
-    "32x64": 27,
-    "32x128": 27,
-    "64x64": 61,
-    "8x256": 7,
-    "16x256": 11,
-    "24x256": 19,
-    "32x256": 27,
-    "40x256": 35,
-    "48x256": 43,
-    "64x256": 61,
-}
+ROWS = {"32x64": 27, "64x64": 61, "8x256": 7, "16x256": 11, "24x256": 19, "32x256": 27, "40x256": 35, "48x256": 43}
 
 
 def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> None:
@@ -232,7 +220,7 @@ def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> 
     made = pair(ops, sizes, ROWS[tile], "f16", live)
     with (
         device.tuning.forced("linear.gemm", {"tile": tile, "groups": "8 * cores"}),
-        device.tuning.forced("linear.apart", {"most": 8}),
+        device.tuning.forced("linear.partials", {"most": 8}),
     ):
         plan, values = planned(made, device.name)
         last = made[-1]
@@ -241,24 +229,22 @@ def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> 
 
 
 @pytest.mark.parametrize("tile", ROWS)
-def test_products_on_matrix_units_are_left_apart(
-    matrices: MatrixDevices, tile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_on_matrix_units_are_kept(matrices: MatrixDevices, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = matrices(guard=GUARD)
     counts: list[int] = []
 
     def watched(*a: Any, **k: Any) -> int:
-        counts.append(_linear.left_apart(*a, **k))
+        counts.append(_linear.kept_partials(*a, **k))
         return counts[-1]
 
-    monkeypatch.setattr(_apart, "left_apart", watched)
-    ways = [(ops, live) for ops in _apart.OPS for live in (ROWS[tile], 0)]
+    monkeypatch.setattr(_partials, "kept_partials", watched)
+    ways = [(ops, live) for ops in _partials.OPS for live in (ROWS[tile], 0)]
     for ops, live in share_of(device, ways, len(ways)):
         on_matrix_units(device, ops, tile, live)
     assert min(counts) > 1
 
 
-MUTATED = list(load(MUTANTS / "apart"))
+MUTATED = list(load(MUTANTS / "partials"))
 
 
 @pytest.mark.parametrize("mutant", tried(MUTATED), ids=lambda m: f"{m.kind}-{m.name}")
@@ -269,7 +255,7 @@ def test_caught(
 
     def tell(device: Any) -> None:
         if mutant.needs:
-            on_matrix_units(device, _apart.OPS[0], "32x64", 27)
+            on_matrix_units(device, _partials.OPS[0], "32x64", 27)
         elif mutant.file == "decode_attention.slang":
             for live in (3, 0):
                 judge_attention(device, "fused_qkv", 32, live, 5)
@@ -289,7 +275,7 @@ def test_caught(
             options["spirv"] = mutated_spirv(mutant, chosen, tmp_path)
         else:
             wrong = mutated_function(mutant, "record")
-            of = [(ops, wrong if group is GROUPS[_apart.OPS[0]] else group) for ops, group in BEGUN_BY["linear"]]
+            of = [(ops, wrong if group is GROUPS[_partials.OPS[0]] else group) for ops, group in BEGUN_BY["linear"]]
             monkeypatch.setitem(BEGUN_BY, "linear", of)
         with (
             open_another(sound, guard=GUARD, **options) as device,

@@ -1,6 +1,5 @@
-"""A product and its reader behind it, where the device's table asks for it: the product's K splits leave their sums
-apart, and the reader adds them up as it reads them. So no workgroup of the product waits for another's sums, which
-takes longer than a small product does."""
+"""A product and its reader, where the device's table asks for it: split-K partials are kept, and the reader adds them up as
+it reads them. So no workgroup of the product waits for another's sums, which takes longer than a small product does."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from hybrid.kernels.vulkan.ops import (
     laurel_add,
     linear,
 )
-from hybrid.kernels.vulkan.ops._linear import left_apart
+from hybrid.kernels.vulkan.ops._linear import kept_partials
 from hybrid.kernels.vulkan.ops._rows import Parts
 from hybrid.kernels.vulkan.ops.rmsnorm import HELD, row_sizes
 from hybrid.kernels.vulkan.recorder import Recorder
@@ -61,13 +60,13 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Tensors]) -> bool:
         return False
     if reader.op != "decode_attention" and not _takes_parts(rec, reader, read):
         return False
-    count = left_apart(rec, made[x], made[w], rows=rows)
+    count = kept_partials(rec, made[x], made[w], rows=rows)
     if not count:
         return False
     width, tall = result.shape[-1], count * rows
     parts = Parts(rec.scratch(4 * tall * width), count)
-    apart = DeviceTensor(result.name, result.dtype, (tall, width), (Chunk(0, tall, (parts.at,), result.dtype),))
-    of(rec, product, {**made, y: apart}, apart=count)
+    kept = DeviceTensor(result.name, result.dtype, (tall, width), (Chunk(0, tall, (parts.at,), result.dtype),))
+    of(rec, product, {**made, y: kept}, partials=count)
     by(rec, reader, read, parts=parts)
     return True
 
