@@ -121,7 +121,9 @@ def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) 
             )
             a, b = ours.logits(IDS), theirs.logits(IDS)
             assert np.abs(a - b).max() < bound * np.abs(b).max()
-            assert not theirs.reencoded and {r.source for r in ours.reencoded} == {types.removesuffix("_m")}
+            assert not theirs.runner.reencoded and {r.source for r in ours.runner.reencoded} == {
+                types.removesuffix("_m")
+            }
             device.reset()
             cpu.reset()
 

@@ -79,7 +79,7 @@ def test_drawn_cases(file: str) -> None:
     @settings(
         max_examples=1 if "attention" in file and not LONG else settings().max_examples
     )  # each is a kernel to compile
-    @given(cases(SPECS[op], "npu", SPECS[op].dtypes(DTYPES[file])))
+    @given(cases(SPECS[op], "npu" if SPECS[op].runs_on("npu") else "cpu", SPECS[op].dtypes(DTYPES[file])))
     def prove(case: Case) -> None:
         nonlocal ran
         run(SPECS[op], case, KERNELS)

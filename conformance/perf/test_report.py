@@ -39,7 +39,6 @@ BENCH = {
     **COMMON,
     "weights_bytes": 15500000000,
     "schedule": "gemma3",
-    "tokens_per_submit": 1,
     "errors": [],
     "results": [
         {**RESULT, "test": "prefill 512 @ 0", "phase": "prefill", "n": 512, "tokens_per_second": 3000.0},

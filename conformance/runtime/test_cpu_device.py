@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance.support.devices import open_backend
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.oracle import ORACLE
@@ -42,13 +44,17 @@ def small_plan(rows: int = T, weight: str = "q4_0", act: str = "q8_act", offset:
 
 def opened(plan: Plan, live: int = T, **options: Any) -> CpuDevice:
     device = CpuDevice(**options)
+    fill(device, plan, live)
+    return device
+
+
+def fill(device: Any, plan: Plan, live: int = T) -> None:
     w = quantise(np.random.default_rng(3).standard_normal((N, H)), plan.tensors["w.weight"].dtype)
     values = {"x": Tensor.of(X[: plan.rows]), "norm.weight": Tensor.of(W_NORM), "w.weight": w}
     for decl in plan.tensors.values():
         if decl.kind != "activation":
             device.store(decl, values.get(decl.name))
     device.write("control", Tensor.of(np.array([live], np.uint32)))
-    return device
 
 
 def expected(weight: str = "q4_0", act: str = "q8_act") -> np.ndarray:
@@ -89,6 +95,25 @@ def test_only_live_rows_are_computed() -> None:
     before = device.counters.copy()
     program.submit()
     assert device.counters.minus(before).dispatches == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "vulkan"])
+def test_any_word_of_a_tensor_counts_live_rows(backend: str) -> None:
+    plan = small_plan()
+    counted = replace(plan.steps[1], counts="experts", extent="3")
+    decls = {**plan.tensors, "experts": TensorDecl("experts", "u32", (8,), "io")}
+    plan = replace(plan, steps=(plan.steps[0], counted), tensors=decls)
+    with open_backend(backend) as device:
+        fill(device, plan)
+        program = device.compile(plan)
+        for live in (2, 0, T):
+            device.write("experts", Tensor.of(np.array([9, 9, 9, live, 0, 9, 9, 9], np.uint32)))
+            device.write("y", Tensor.of(np.full((T, N), 5, np.float32)))
+            device.wait(program.submit())
+            y = device.read("y").array
+            assert (y[live:] == 5).all() and np.allclose(y[:live], expected()[:live], atol=2e-2)
+    with pytest.raises(ValueError, match="undeclared tensors"):
+        replace(plan, steps=(replace(counted, counts="others"),))
 
 
 def test_a_smaller_bucket_uses_a_prefix_of_what_is_stored() -> None:

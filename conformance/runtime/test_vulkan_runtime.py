@@ -228,6 +228,39 @@ def test_control_written_inside_a_plan_resizes_the_grids_after_it(device: Vulkan
         assert y[0, 0] == X[0, 0] + run + 1 and (y[:run, 1:] == 1).all() and not y[run:].any()
 
 
+def test_counts_in_any_word_bound_the_rows_of_their_steps(device: VulkanDevice) -> None:
+    """As a mixture's experts have them: two steps with counts of their own beside one with the pass's, which another
+    step writes in between."""
+    prepare(device, rows=5)
+    a, b = decl("a"), decl("b")
+    experts = TensorDecl("experts", "u32", (8,), "state")
+    for d, start in ((a, None), (b, None), (experts, np.array([9, 3, 0, 0, 0, 0, 0, 9], np.uint32))):
+        device.store(d, None if start is None else Tensor.of(start))
+    bind = {"T": ROWS, "K": WIDTH}
+    plan = Plan(
+        "counted",
+        ROWS,
+        0,
+        (
+            Step(
+                "affine", "first", bind, {"x": "x", "y": "a"}, {"extent": "1", "add": 1.0}, extent="1", counts="experts"
+            ),
+            Step("affine", "pass", bind, {"x": "x", "y": "y"}, {"add": 2.0}),
+            Step("bump", "count", bind, {"x": "x", "y": "a"}, counts="experts"),  # experts[2] += 1
+            Step("affine", "last", bind, {"x": "x", "y": "b"}, {"extent": "2"}, extent="2", counts="experts"),
+        ),
+        {t.name: t for t in (decl("x", "io"), decl("y"), a, b, experts)},
+        0,
+    )
+    program = device.compile(plan)
+    for run in (1, 2):
+        device.wait(program.submit())
+        ran = {n: int((device.read(n).array != 0)[:, 1:].any(axis=1).sum()) for n in ("a", "y", "b")}
+        assert ran == {"a": 3, "y": 5, "b": run}
+        assert device.read("experts").array[[1, 2, 7]].tolist() == [3, run, 9]
+        assert not device.read("control").array[1:].any()
+
+
 def test_uploads_and_submits_keep_their_order(device: VulkanDevice) -> None:
     prepare(device)
     device.store(decl("s"))

@@ -484,20 +484,22 @@ def plans_of_model(
     model: str,
     schedule: str | Schedule,
     ctx: int | None = None,
-    slots: int = 1,
+    slots: int | None = None,
     chunk: int | None = None,
     backend: str = "vulkan",
 ) -> Iterator[Plan]:
     """Plans of two layers of each kind, of every number of rows: the others' steps have the same sizes.
 
     model: a file, a directory, or the name of a sheet of specs/models. schedule: a shipped one's name, or a file.
-    chunk: rows of a prefill pass (default: 512, that of devices without matrix units). backend: of the main device."""
+    slots: sequences (default: as `load` has them, SHARING ones with the blocks of one). chunk: rows of a prefill pass
+    (default: 512, that of devices without matrix units). backend: of the main device."""
     chosen = schedule if isinstance(schedule, Schedule) else named_schedule(schedule)
     with open_checkpoint(model) if Path(model).exists() else random_checkpoint(model) as checkpoint:
         hp = checkpoint.hparams
-        config = EngineConfig(ctx=ctx, slots=slots, chunk=chunk)
-        sizes = pass_sizes(hp, config.context(hp), slots, CHUNK if chunk is None else chunk)
-        cache = CacheShape.of(hp, config.context(hp), slots, sizes.rows[-1])
+        context = EngineConfig(ctx=ctx, chunk=chunk).context(hp)
+        sizes = pass_sizes(hp, context, slots or SHARING, CHUNK if chunk is None else chunk)
+        cache = CacheShape.of(hp, context, slots or 1, sizes.rows[-1])
+        cache = cache if slots else replace(cache, slots=SHARING, held=(cache.table, cache.ring))
         whole = Target(chosen, hp, stored_types(checkpoint, None, backend), cache, hp.vocab, device=backend)
         target, _ = thinned(whole)
         for count in sizes.decode:

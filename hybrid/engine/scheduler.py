@@ -207,15 +207,19 @@ def length_at_end(request: Request, ctx: int, blocks: Blocks) -> int:
 
 
 def has_room(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Request], request: Request) -> bool:
-    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run,
-    all of theirs, and every other one a block. What is alone always fits (`length_at_end`)."""
+    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run, all
+    of theirs, and every other one its next block. What is alone always fits (`length_at_end`)."""
     if not running:
         return True
+    whole = {request, *prompts}
     for g, pool in enumerate(blocks.pools):
-        want = len(running)
-        for s in (*prompts, request):
+        want = 0
+        for s in (*running, request):
             assert s.held is not None
-            want += max(0, pool.group.need(len(s.ids) + 1, blocks.block) - (s.held.size - s.held.first[g]))
+            most = max(len(s.ids), s.last - 1)  # rows that it runs at most: the last token that is generated is not run
+            need = pool.group.need(min(len(s.ids) + 1, most) if s in whole else most, blocks.block)
+            missing = max(0, need - (s.held.size - s.held.first[g]))
+            want += missing if s in whole else min(1, missing)
         if want > pool.available:
             return False
     return True
@@ -698,7 +702,9 @@ class Scheduler:
         return rows
 
     def _may_choose(self, request: Request) -> bool:
-        """Whether the host, where it takes part in choosing, has what it needs for the sequence's next token."""
+        """Whether the host, where it takes part in choosing or reads rows back, is ready for the sequence's next rows."""
+        if request.capture is not None:
+            return self.ready(request)
         return request.ahead or (not request.pending and self.ready(request))
 
     def _follow(self, request: Request, now: int) -> bool:

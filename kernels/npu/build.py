@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--ctx", type=positive, metavar="N", help="with a MODEL: positions of a sequence (the model's, at most 4096)"
     )
-    p.add_argument("--slots", type=positive, default=1, metavar="N", help="with a MODEL: sequences at a time (1)")
+    p.add_argument("--slots", type=positive, metavar="N", help="with a MODEL: sequences at a time (as hybrid.load has)")
     p.add_argument("--chunk", type=positive, metavar="N", help="with a MODEL: rows of a prefill pass (512)")
     return p
 

@@ -80,7 +80,6 @@ def run_of(bench: Made, result: Made) -> Run:
         spread=result["spread"],
         precision=precision[1] if precision else "auto",  # type: ignore[arg-type]
         schedule=bench["schedule"],
-        tokens_per_submit=bench["tokens_per_submit"],
         share=result["share_of_matrix"] if prompt else result["share_of_copy"],
         host_us=result["host_us_per_token"],
         dispatches=result["per_pass"]["dispatches"],
