@@ -235,7 +235,7 @@ def test_a_page_quotes_the_records_and_names_what_is_there(page):
             "`kernels/npu/designer.py`",
             "kernels/npu/designer.py does not exist",
         ),
-        ("docs/architecture.md", "Engine.warm_up`", "Engine.warm_ups`", "engine.py does not define Engine.warm_ups"),
+        ("docs/architecture.md", "Runner.warm_up`", "Runner.warm_ups`", "runner.py does not define Runner.warm_ups"),
         ("README.md", "python -m hybrid.bench", "python -m hybrid.benches", "hybrid.benches: there is no such module"),
         ("README.md", "(docs/npu.md)", "(docs/gpu.md)", "the link docs/gpu.md leads nowhere"),
         ("docs/serving.md", "(#access)", "(#accesses)", "serving.md has no such heading"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid.checkpoint.base import Generation
 from hybrid.serve.errors import bad_request
 from hybrid.serve.settings import Settings
-from hybrid.serve.wire import Sampled
+from hybrid.serve.wire import Sampled, SamplingFields
 
 if TYPE_CHECKING:
     from hybrid.engine.sampling import Constraint
@@ -26,20 +26,13 @@ class Seeds:
 
 def sampling(body: Sampled, advice: Generation, seeds: Seeds, vocab: int) -> dict[str, Any]:
     """Options but for those of length, logprobs and constraint. `advice`: what the checkpoint recommends."""
-    top_k = advice.top_k if body.top_k is None else body.top_k
-    options: dict[str, Any] = {
-        "temperature": _first(body.temperature, advice.temperature, 1.0),
-        "top_p": _first(body.top_p, advice.top_p, 1.0),
-        "top_k": max(top_k or 0, 0),
-        "min_p": body.min_p or 0.0,
-        "seed": seeds.draw() if body.seed is None else body.seed % 2**64,
-        "stop": () if body.stop is None else body.stop,
-        "ignore_eos": bool(body.ignore_eos),
-        "priority": body.priority or 0,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "repetition_penalty": _first(body.repetition_penalty, 1.0),
-    }
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    for said in (advice, body):
+        given = {name: getattr(said, name, None) for name in SamplingFields.model_fields}
+        options |= {name: value for name, value in given.items() if value is not None}
+    options["top_k"] = max(options["top_k"], 0)
+    options["seed"] = seeds.draw() if body.seed is None else body.seed % 2**64
+    options["stop"] = () if body.stop is None else body.stop
     if body.stop == "":
         options["stop"] = ()
     if options["top_p"] == 0:
@@ -70,10 +63,6 @@ def choice(options: dict[str, Any], index: int, constraint: Constraint | None = 
     has ended."""
     own = {**options, "seed": (options["seed"] + index) % 2**64}
     return own if constraint is None else {**own, "constraint": constraint, "ignore_eos": False}
-
-
-def _first(*values: Any) -> Any:
-    return next((v for v in values if v is not None), None)
 
 
 def _biases(biases: dict[str, float], vocab: int) -> dict[int, float]:

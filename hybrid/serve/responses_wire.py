@@ -18,8 +18,7 @@ from hybrid.serve.wire import (
     Effort,
     FirstError,
     Name,
-    Penalty,
-    Probability,
+    SamplingFields,
     Text,
     Verbosity,
     Wire,
@@ -159,7 +158,7 @@ class Reasoning(Wire):
     context: str | None = None
 
 
-class ResponsesRequest(Wire):
+class ResponsesRequest(SamplingFields):
     """Nothing is stored: each request holds its whole conversation."""
 
     input: Input
@@ -167,16 +166,6 @@ class ResponsesRequest(Wire):
     instructions: Text | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[int, Field(ge=-1, le=I32)] | None = None
-    min_p: Probability | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     tools: Annotated[list[ResponseTool], FirstError(), Field(max_length=TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -232,22 +221,7 @@ class ResponsesRequest(Wire):
 
     def chat(self) -> ChatRequest:
         """The request for chat that asks for the same. ApiError for what has no such form."""
-        copied = (
-            "model",
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "parallel_tool_calls",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "ignore_eos",
-            "priority",
-            "store",
-        )
+        copied = (*SamplingFields.model_fields, "model", "stream", "parallel_tool_calls", "store")
         body: dict[str, Any] = {k: getattr(self, k) for k in copied}
         body["messages"] = [
             *([{"role": "system", "content": self.instructions}] if self.instructions else ()),

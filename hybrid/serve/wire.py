@@ -260,14 +260,10 @@ Stop = Annotated[
 ]
 
 
-class Sampled(Wire):
-    """What completions and chat share. Left out, temperature, top_p and top_k are those that the checkpoint recommends,
-    else the reference's."""
+class SamplingFields(Wire):
+    """Options of hybrid.engine.request.Options by the same names, of every endpoint that generates. Left out,
+    temperature, top_p and top_k are those that the checkpoint recommends, else the reference's."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None
@@ -278,11 +274,20 @@ class Sampled(Wire):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+
+
+class Sampled(SamplingFields):
+    """What completions and chat share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=BIASES)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=0, le=I32)] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     user: str | None = None
     # Taken and ignored: they ask for nothing that changes the text.
     metadata: dict[str, Any] | None = None
