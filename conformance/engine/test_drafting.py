@@ -233,7 +233,7 @@ def test_a_slow_reading_counts_for_little() -> None:
 class Waits:
     """A draft model without a device, whose passes are over when this says so."""
 
-    name, queues = "by hand", True
+    name, queues, recordings = "by hand", True, 0
 
     def __init__(self, fails: bool) -> None:
         self.fails, self.waited, self.closed = fails, 0, False
@@ -267,7 +267,7 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool, mo
     plain, verified = (Pass(1, [Run(one, 0, 0, (1,) * n, n)], rows=n, outs=n) for n in (1, 4))
     assert speculator.drafted(verified) == 0.0 and not model.waited, "nothing was drafted"
     for done in (plain, verified):
-        speculator._drafting = 0.0, 3
+        speculator._drafting = 0.0, 3, 0
         clock.now = 0.25
         ended = speculator.drafted(done)
         good = done is verified and not fails
@@ -280,6 +280,26 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool, mo
             "nothing to free)"
         ]
     assert model.closed == fails
+
+
+def test_drafting_is_not_timed_while_programs_are_made_or_prompts_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording takes as long as thirty passes, and a drafter's first guesses run its prompt: guessing would seem never to
+    pay."""
+    clock, model, recorded = Clock(), Waits(False), [0]
+    monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
+    speculator = Speculator(model, 8, 3, None, lambda r, e: None, lambda why: None, clock, lambda: recorded[0])  # type: ignore[arg-type]
+    one = Followed(request(0, [1], 30), 3, True, Acceptance())
+    verified = Pass(1, [Run(one.request, 0, 0, (1,) * 4, 4)], rows=4, outs=4)
+    scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
+    speculator._followed = -1
+    for made, known in ((0, {}), (1, {}), (0, {3: 0.25})):  # its prompt, a program that is made, neither
+        one.asked = 3
+        assert speculator._propose(scheduler, [one])
+        recorded[0] += made
+        clock.now += 0.25
+        assert speculator.drafted(verified) == clock.now, "waited for all the same"
+        assert speculator.costs.known("draft") == known
+    assert model.waited == 3
 
 
 @pytest.fixture
@@ -301,7 +321,7 @@ def test_guesses_behind_a_verification_are_timed_from_its_end(behind: Any) -> No
     speculator._seen, clock.now = 1.0, 1.5
     for number, began in ((scheduler.number, 1.0), (scheduler.number - 1, 1.5)):
         speculator._followed = number
-        assert speculator._propose(scheduler, [one]) and speculator._drafting == (began, 3)
+        assert speculator._propose(scheduler, [one]) and speculator._drafting[:2] == (began, 3)
 
 
 def test_nothing_is_guessed_behind_what_a_text_ends_with(behind: Any) -> None:

@@ -113,7 +113,15 @@ class Engine:
     def speculate(self, drafter: Drafter, k: int | None) -> None:
         """Guess the next tokens: k of a pass, or (None) as many as pay."""
         most = self.sizes.wants[-1]
-        self.speculator = Speculator(drafter, most, k, self.runner.sampling, self._refused, self.faults.append)
+        self.speculator = Speculator(
+            drafter,
+            most,
+            k,
+            self.runner.sampling,
+            self._refused,
+            self.faults.append,
+            recordings=lambda: self.counters.recordings,
+        )
 
     # --- from any thread ---------------------------------------------------------------------------------------------
 

@@ -135,23 +135,16 @@ class Pass:
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """int32: tokens [rows] (-1: the one sampled last on the device), positions [rows], slots [rows], and out_rows
         [outs], the rows whose logits are wanted."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        outs: list[int] = []
+        rows, outs, first = np.empty((3, self.rows), np.int32), list[int](), 0
         for _, slot, start, ids, wants, at in self.runs:
-            if ids is None:
-                outs.append(len(tokens))
-                tokens.append(-1)
-                positions.append(start)
-                slots.append(slot)
-                continue
-            n = len(ids)
-            tokens.extend(ids)
-            positions.extend(range(start, start + n) if at is None else (at,))
-            slots.extend([slot] * n)
-            outs.extend(range(len(tokens) - wants, len(tokens)))
-        rows = np.array((tokens, positions, slots), np.int32)
+            end = first + (1 if ids is None else len(ids))
+            if ids is None or len(ids) == 1:
+                rows[:, first] = -1 if ids is None else ids[0], start if at is None else at, slot
+            else:
+                rows[0, first:end], rows[2, first:end] = ids, slot
+                rows[1, first:end] = np.arange(start, start + end - first)
+            outs.extend(range(end - wants, end))
+            first = end
         return rows[0], rows[1], rows[2], np.array(outs, np.int32)
 
 

@@ -100,7 +100,7 @@ class Lookup:
 
 class Replay:
     """Guesses out of known texts: each is right with probability `rate`, drawn from the number of its text and its
-    position. draft: a model whose passes are run for every guess, as if they were its own."""
+    position in the sequence. draft: a model whose passes are run for every guess, as if they were its own."""
 
     name = "replay"
 
@@ -113,8 +113,11 @@ class Replay:
         self.draft = draft
         self._guesses: dict[tuple[int, ...], list[int]] = {}
         for number, (prompt, text) in enumerate(texts.items()):
-            right = np.random.default_rng(number).random(len(text)) < rate
-            self._guesses[prompt] = [token if ok else token ^ 1 for token, ok in zip(text, right.tolist(), strict=True)]
+            drawn = (
+                np.random.Generator(np.random.Philox(key=[number, len(prompt) + at])).random()
+                for at in range(len(text))
+            )
+            self._guesses[prompt] = [token if x < rate else token ^ 1 for token, x in zip(text, drawn, strict=True)]
         self._of: dict[Request, list[int]] = {}
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
@@ -250,6 +253,11 @@ class DraftModel:
             return 0
         return max(0, copy.following - max(0, len(request.ids) - 1 - copy.end))
 
+    @property
+    def recordings(self) -> int:
+        """Programs made so far."""
+        return self.runner.counters.recordings
+
     def wait(self) -> None:
         """Until the passes of the last guesses have finished. Where they were aborted, all is run again."""
         flight, self._proposed = self._proposed, None
@@ -333,6 +341,8 @@ class Followed:
         self._own = Acceptance(among.rate, _DECAY)
         self.rest = 0
         """Tokens until guesses are considered again."""
+        self.known = False
+        """Whether the drafter has its prompt."""
         self.asked = 0
         """Guesses that the next pass may have for it."""
         self._wait, self._probed = PROBES[0], False
@@ -464,6 +474,7 @@ class Speculator:
 
     room: most rows of a pass whose tokens are chosen. k: guesses of a pass (None: by their worth). refused: told of a
     request whose constraint fails. failed: told once why guessing ended, where a drafter failed. clock: seconds.
+    recordings: programs made so far for the passes that verify.
     """
 
     def __init__(
@@ -475,17 +486,20 @@ class Speculator:
         refused: Callable[[Request, Exception], object],
         failed: Callable[[str], object],
         clock: Callable[[], float] = time.perf_counter,
+        recordings: Callable[[], int] = lambda: 0,
     ) -> None:
         self.drafter: Drafter | None = drafter
         self.name, self.room, self.k, self.verified = drafter.name, room, k, 0
         self._sampling, self._refused, self._failed, self._clock = sampling, refused, failed, clock
+        self._recordings = recordings
         self._of: dict[Request, Followed] = {}
         self.forget()
 
     def forget(self) -> None:
         """Forget what passes and guesses cost, and how often they were right."""
         self.costs, self.acceptance = Costs(), Acceptance()
-        self._drafting: tuple[float, int] | None = None  # of a draft model on the queue: since when, the most guesses
+        # Of a draft model on the queue: since when, the most guesses, and the programs made until then (-1: not timed).
+        self._drafting: tuple[float, int, int] | None = None
         self._verifying: tuple[int, dict[Request, int]] = 0, {}  # the last pass with guesses, and how many of whom
         self._followed = 0  # the pass behind which the next guesses are made
         self._rest, self._wait = 0, PROBES[0]  # passes until a try where nobody's guesses pay; after the next one
@@ -529,7 +543,8 @@ class Speculator:
             self._fail(error)
             return 0.0
         now = self._clock()
-        self.costs.drafted(begun[1], now - begun[0])
+        if self._programs() == begun[2]:  # else the host has recorded meanwhile
+            self.costs.drafted(begun[1], now - begun[0])
         return now
 
     def committed(self, done: Pass, news: Sequence[tuple[Request, int]], seconds: float) -> None:
@@ -568,6 +583,10 @@ class Speculator:
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
+    def _programs(self) -> int:
+        """Programs made so far for either model: nothing is timed while the host records."""
+        return self._recordings() + (0 if self.draft is None else self.draft.recordings)
+
     def _follow(self, request: Request) -> Followed:
         found = self._of.get(request)
         if found is None:
@@ -604,16 +623,20 @@ class Speculator:
         """Whether there were any guesses."""
         assert self.drafter is not None
         began = self._seen if self._followed == scheduler.number else self._clock()
+        made = self._programs()
         try:
             found = self.drafter.propose({f.request: f.asked for f in asked})
         except Exception as error:  # whatever another model's device or files raise: a text does not depend on guesses
             self._fail(error)
             return False
         most = max(map(len, found.values()), default=0)
+        timed = most and self._programs() == made and all(f.known for f in asked)  # else it ran their prompts too
         if self.draft is not None and self.draft.queues:
-            self._drafting = (began, most) if most else None
-        elif most:
+            self._drafting = (began, most, made if timed else -1) if most else None
+        elif timed:
             self.costs.drafted(most, self._clock() - began)
+        for f in asked:
+            f.known = True
         given: dict[Request, int] = {}
         for f in asked:
             if guesses := self._allowed(f.request, list(found.get(f.request, ()))[: f.asked]):
