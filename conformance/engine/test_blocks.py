@@ -87,6 +87,30 @@ def test_tokens_of_any_size_have_keys_of_their_own():
     assert len(keys) == 6
 
 
+def test_a_key_stands_for_all_of_a_span():
+    """Rows of a span see what comes later in it; ids that name rows stand for what these hold."""
+    blocks, ids = store(block=4), list(range(12))
+    key = blocks.key(blocks.held(), ids, 0)
+    spans = [(2, 7)]
+    within = blocks.key(blocks.held(spans=spans), ids, 0)
+    assert (
+        len(
+            {
+                key,
+                within,
+                blocks.key(blocks.held(spans=[(1, 7)]), ids, 0),
+                blocks.key(blocks.held(spans=[(2, 6)]), ids, 0),
+            }
+        )
+        == 4
+    )
+    assert blocks.key(blocks.held(spans=spans), [*ids[:6], 99, *ids[7:]], 0) != within, "the last of the span"
+    assert blocks.key(blocks.held(spans=spans), [*ids[:7], 99, *ids[8:]], 0) == within
+    assert blocks.key(blocks.held(spans=[(4, 8)]), ids, 0) == key, "none that begins there"
+    assert blocks.key(blocks.held({3: 70}), ids, 0) == blocks.key(blocks.held({9: 70}), [0, 1, 2, 9], 0) != key
+    assert blocks.key(blocks.held({11: 5}), ids, 0) == key
+
+
 def test_a_window_must_be_there_whole():
     """Window 6, blocks of 4: a row at 16 sees positions from 11 on, so blocks 2 and 3."""
     blocks, ids = store(window=6), list(range(40))

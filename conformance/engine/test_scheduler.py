@@ -330,6 +330,19 @@ def test_one_pass_that_reads_rows_back_is_in_flight():
         assert [done is not None for done in made] == [True, overlap]
 
 
+def test_rows_wait_for_their_reader():
+    """What was read back and not taken is held in the host's memory."""
+    server = loop(slots=2)
+    server.scheduler.ready = lambda request: not request.captured
+    reader = server.add(prompt(30), 1, capture="logits", rows=4)
+    server.steps(12)
+    assert len(reader.captured) <= server.scheduler.limits.ahead
+    for _ in range(40):
+        reader.captured.clear()
+        server.step()
+    assert reader.finish == "length"
+
+
 def test_a_reader_that_rests_gives_its_slot_up():
     """Behind the passes with rows of it."""
     server = loop(slots=1, overlap=True)
@@ -346,6 +359,17 @@ def test_a_reader_that_rests_gives_its_slot_up():
         reader.captured.clear()
         server.step()
     assert reader.finish == "length"
+
+
+def test_a_slot_that_an_idle_reader_gives_up_may_still_be_read():
+    """Where passes overlap it is given behind those in flight."""
+    server = loop(slots=2, overlap=True)
+    server.scheduler.ready = lambda request: not request.captured
+    reader, other = server.add(prompt(30), 1, capture="hidden", rows=8, ahead=False), server.add(prompt(4, 3), 9)
+    server.steps(4)
+    third = server.add(prompt(5, 7), 3)
+    server.steps(12)
+    assert reader.captured and reader.preemptions == 1 and server.right(other, third)
 
 
 def test_a_slot_changes_hands_behind_passes_that_overlap():
@@ -415,6 +439,43 @@ def test_drafts_never_cost_another_stream_its_row():
         assert done is not None and done.rows <= 4 and {r.seq for r in done.runs} >= set(others)
     server.drain()
     assert server.right(stream, *others)
+
+
+def test_drafts_leave_rows_for_spans():
+    server = loop(slots=3, rows=12, outs=12)
+    stream = server.add(prompt(2), 60, ahead=False)
+    server.steps(3)
+    spanned = server.add(prompt(10, 3), 4, spans=[(0, 10)])
+    for _ in range(12):
+        if stream.generated and not stream.pending and stream.finish is None:
+            server.scheduler.draft(stream, [1, 2, 3, 4, 5, 6])
+        server.step()
+    assert spanned.generated
+
+
+def test_spans_that_never_fit_are_refused():
+    """Beside a row of every other slot, or in the rows that a reader takes at a time."""
+    server = loop(slots=3, rows=12, mixed=9, logits=6)
+    server.add(prompt(20), 4, spans=[(3, 10), (10, 17)])
+    for options, most in (({}, 7), ({"capture": "logits"}, 6), ({"capture": "logits", "rows": 4}, 4)):
+        with pytest.raises(ValueError, match=f"{most + 1} positions that see one another .* which has {most}"):
+            server.add(prompt(20), 4, spans=[(3, 4 + most)], **options)
+    server.drain()
+    small = loop(slots=1, rows=32, window=4, local=3)
+    with pytest.raises(ContextExceeded, match="local layers"):
+        small.add(prompt(20), 4, spans=[(2, 14)])
+
+
+def test_the_first_in_order_has_blocks_for_its_whole_span():
+    """Whoever must go for it: a part of a span does not run."""
+    server = loop(slots=3, rows=8, blocks=16)
+    others = [server.add(prompt(9, i), 40) for i in (1, 2)]
+    server.steps(4)
+    first = server.add(prompt(30, 5), 2, spans=[(a, a + 4) for a in range(2, 26, 4)], priority=1)
+    rows = rows_of(server.steps(90), first)
+    running = [i for i, n in enumerate(rows) if n]
+    assert 0 not in rows[running[0] : running[-1]] and sum(s.preemptions for s in others) > 0
+    assert server.right(first, *others)
 
 
 def test_a_pass_as_arrays():

@@ -128,14 +128,19 @@ class Machine(RuleBasedStateMachine):
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
-    def add(self, prompt: list[int], limit: int, **options: Any) -> None:
-        stream = request(len(self.streams), prompt, limit, **options)
+    def add(self, prompt: list[int], limit: int, cuts: Sequence[int] = (), **options: Any) -> None:
+        edges = sorted({cut % (len(prompt) + 1) for cut in cuts})
+        spans = list(zip(edges[::2], edges[1::2], strict=False))
+        stream = request(len(self.streams), prompt, limit, spans=spans, **options)
         try:
             self.scheduler.add(stream)
         except (QueueFull, ContextExceeded) as refusal:
             TOTALS[type(refusal).__name__] += 1
             if isinstance(refusal, QueueFull):
                 assert self.scheduler.waiting >= self.limits.queue and refusal.retry_after > 0
+        except ValueError as refusal:
+            assert "do not fit into a pass" in str(refusal) and spans
+            TOTALS["spans that never fit"] += 1
         else:
             self.streams.append(stream)
 
@@ -149,11 +154,13 @@ class Machine(RuleBasedStateMachine):
         patience=st.one_of(st.none(), st.integers(0, 20)),
         ahead=st.sampled_from([True, True, False]),
         speculate=st.sampled_from([None, None, 0, 2]),
+        cuts=st.one_of(st.just([]), st.lists(st.integers(0, 99), min_size=2, max_size=6)),
     )
-    def arrive(self, system, keep, own, limit, ends, priority, patience, ahead, speculate):
+    def arrive(self, system, keep, own, limit, ends, priority, patience, ahead, speculate, cuts):
         prompt = self.systems[system % len(self.systems)][:keep] + own
         deadline = None if patience is None else self.now + patience
-        self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead, speculate=speculate)
+        asked = {"ends": ends, "priority": priority, "deadline": deadline, "ahead": ahead, "speculate": speculate}
+        self.add(prompt, limit, cuts, **asked)
 
     @precondition(lambda self: self.streams)
     @rule(
@@ -186,10 +193,11 @@ class Machine(RuleBasedStateMachine):
         prompt=st.lists(TOKENS, min_size=1, max_size=40),
         what=st.sampled_from(["logits", "hidden"]),
         rows=st.integers(0, 3),
+        cuts=st.lists(st.integers(0, 40), max_size=2),
     )
-    def read_back(self, prompt, what, rows):
+    def read_back(self, prompt, what, rows, cuts):
         """A request that reads rows back: its reader takes them at some time."""
-        self.add(prompt, 1, capture=what, rows=rows)
+        self.add(prompt, 1, cuts, capture=what, rows=rows)
 
     @precondition(lambda self: any(s.captured for s in self.streams))
     @rule(of=st.integers(0, 99))

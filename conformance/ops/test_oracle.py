@@ -49,6 +49,8 @@ def test_embed_reads_the_tokens_rows(dtype: str) -> None:
     w, tokens = quantise(normal(1, 9, 32), dtype), np.array([8, 0, 3, 3], np.int32)
     x = call("embed", {"tokens": Tensor.of(tokens), "w": w}, {"scale": 5.5}, {"x": "f32"})["x"].array
     assert np.array_equal(x, (dequantise(w, np.float64)[tokens] * 5.5).astype(np.float32))
+    beyond = call("embed", {"tokens": Tensor.of(tokens + 9), "w": w}, {"scale": 5.5}, {"x": "f32"})["x"].array
+    assert (beyond == x[0]).all(), "the last row, for ids that name no token"
     with pytest.raises(ValueError, match="row index outside"):
         call("embed", {"tokens": Tensor.of(tokens - 1), "w": w}, {"scale": 1.0}, {"x": "f32"})
 

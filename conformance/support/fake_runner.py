@@ -90,6 +90,8 @@ class Runner:
         for group, slot, index, block in done.writes:
             self.tables[group][slot][index] = block
         assert len({run.slot for run in done.runs}) == len(done.runs), "two runs of one slot"
+        for seq, _, start, ids, *_ in done.runs:
+            assert not any(a < start + len(ids or (0,)) < b for a, b in seq.spans), f"{seq.id}: a span is cut"
         whose: dict[Place, int] = {}  # who writes a place in this pass
         for _, slot, start, ids, *_ in done.runs:
             for position in range(start, start + len(ids or (0,))):

@@ -3,7 +3,7 @@ reference for whole models of any shape."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,14 +12,27 @@ from hybrid.core.hparams import HParams
 from hybrid.quant.codec import dequantise
 
 
-def forward(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(logits [n, vocab], hidden states [layers + 1, n, hidden]) of a token sequence, all positions at once."""
+def forward(
+    checkpoint: Checkpoint,
+    ids: Sequence[int],
+    rows: Mapping[int, np.ndarray] | None = None,
+    spans: Sequence[tuple[int, int]] = (),
+) -> tuple[np.ndarray, np.ndarray]:
+    """(logits [n, vocab], hidden states [layers + 1, n, hidden]) of a token sequence, all positions at once. rows: what
+    some positions have in place of their token's embedding. spans: positions that see one another whole, and windows that
+    end with them."""
     hp = checkpoint.hparams
 
     def w(name: str) -> np.ndarray:
         return dequantise(checkpoint.tensor(f"{name}.weight"), np.float64)
 
-    n, x = len(ids), w("token_embd")[list(ids)] * hp.embed_scale
+    n, known = len(ids), [0 if i in (rows or {}) else token for i, token in enumerate(ids)]
+    x = w("token_embd")[known] * hp.embed_scale
+    for i, row in (rows or {}).items():
+        x[i] = row
+    last = np.arange(n)
+    for begin, end in spans:
+        last[begin:end] = end - 1
     hidden = [x]
     for layer in range(hp.n_layers):
         b, own = f"blk.{layer}", hp.layers[layer]
@@ -29,7 +42,7 @@ def forward(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[np.ndarray, np.
         v = (y @ w(f"{b}.attn_v").T).reshape(n, own.n_kv_heads, own.head_dim)
         q = _rotate(_rms(q, hp.eps) * w(f"{b}.attn_q_norm"), hp, layer)
         k = _rotate(_rms(k, hp.eps) * w(f"{b}.attn_k_norm"), hp, layer)
-        o = _attend(q, k, v, hp, layer) @ w(f"{b}.attn_output").T
+        o = _attend(q, k, v, hp, layer, last) @ w(f"{b}.attn_output").T
         x = x + _rms(o, hp.eps) * w(f"{b}.post_attention_norm")
         y = _rms(x, hp.eps) * w(f"{b}.ffn_norm")
         gate, up = y @ w(f"{b}.ffn_gate").T, y @ w(f"{b}.ffn_up").T
@@ -54,12 +67,12 @@ def _rotate(x: np.ndarray, hp: HParams, layer: int) -> np.ndarray:
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hp: HParams, layer: int) -> np.ndarray:
-    """Causal attention, sliding on local layers; [n, heads * head_dim]."""
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hp: HParams, layer: int, last: np.ndarray) -> np.ndarray:
+    """Attention to positions up to `last` [n], sliding on local layers; [n, heads * head_dim]."""
     n, own = len(q), hp.layers[layer]
     group = own.n_heads // own.n_kv_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    i, j = np.mgrid[:n, :n]
+    i, j = last[:, None], np.arange(n)
     seen = (j <= i) & ((own.window == 0) | (i - j < own.window))
     scores = np.where(seen, np.einsum("ihd,jhd->hij", q, k) * hp.attention_scale, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))

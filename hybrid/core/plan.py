@@ -39,6 +39,10 @@ GUESSES_TENSOR = "guesses"
 """Where the tokens are that another engine on the same queue has chosen (its `history`)."""
 UNTIL_TENSOR = "known_until"
 """And up to which positions they stand, by slot (its `next_position`)."""
+ROWS_TENSOR = "rows"
+"""f32 [rows, hidden]: inputs that are no tokens (specs/ops/insert_rows.toml); the ids after the vocabulary's name them."""
+SPANS_TENSOR = "span_last"
+"""By slot and position: the last position of the span that sees itself whole there (specs/ops/row_views.toml)."""
 INBOX_SETS = 4
 """Messages of rows that the inbox has room for: the host writes one while the passes of others run."""
 MESSAGE_HEADER, ROW_WORDS, OUT_WORDS, ENTRY_WORDS = 8, 3, 2, 4

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -52,10 +52,10 @@ class Group:
         """The first block that a row at `position` sees."""
         return max(0, position - self.window + 1) // block if self.window else 0
 
-    def need(self, positions: int, block: int) -> int:
-        """Blocks that a sequence of so many positions holds at least, while one row runs."""
+    def need(self, positions: int, block: int, rows: int = 1) -> int:
+        """Blocks that a sequence of so many positions holds at least, while so many of its rows run."""
         whole = -(-positions // block)
-        return min(whole, (self.window + block - 2) // block + 1) if self.window else whole
+        return min(whole, (self.window + rows + block - 3) // block + 1) if self.window else whole
 
 
 def groups_of(cache: CacheShape) -> tuple[Group, ...]:
@@ -67,12 +67,15 @@ def groups_of(cache: CacheShape) -> tuple[Group, ...]:
 @dataclass(slots=True)
 class Held:
     """The blocks of one sequence. tables: for each group, the block of each `block` positions; entries below `first`
-    are given up. sealed: leading blocks that have a key in the cache, or had one that was there already."""
+    are given up. sealed: leading blocks that have a key in the cache, or had one that was there already. content, spans:
+    Request's."""
 
     tables: list[list[int]]
     first: list[int]
     keys: list[bytes] = field(default_factory=list)
     sealed: int = 0
+    content: Mapping[int, int] = field(default_factory=dict)
+    spans: Sequence[tuple[int, int]] = ()
 
     @property
     def size(self) -> int:
@@ -136,6 +139,16 @@ class Pool:
             self.free.append(block)
 
 
+def _content(held: Held, ids: Sequence[int], begin: int, end: int) -> bytes:
+    """What the cache's rows `begin` to `end` depend on beyond the blocks before: their tokens, or the content that an id
+    stands for, and all of the spans that they are in, which may end later."""
+    spans = [(a, b) for a, b in held.spans if a < end and b > begin]
+    words = [held.content.get(i, i) for i in ids[begin : max([end, *(b for _, b in spans)])]]
+    if not spans and words == list(ids[begin:end]):
+        return array("i", words).tobytes()  # as of a sequence of tokens alone
+    return array("q", [*words, *(word for span in spans for word in span)]).tobytes()
+
+
 class Blocks:
     """All groups of one engine. block: positions of a block. salt: what else the bits in a block depend on, such as the
     model's identity; other salts find nothing of each other. reuse: whether prefixes are found at all."""
@@ -172,9 +185,9 @@ class Blocks:
         """Blocks that a prefix may find, held or idle."""
         return {p.group.name: len(p.by_key) for p in self.pools}
 
-    def held(self) -> Held:
+    def held(self, content: Mapping[int, int] | None = None, spans: Sequence[tuple[int, int]] = ()) -> Held:
         """For a sequence that holds nothing yet."""
-        return Held([[] for _ in self.pools], [0] * len(self.pools))
+        return Held([[] for _ in self.pools], [0] * len(self.pools), content=content or {}, spans=spans)
 
     # --- finding prefixes --------------------------------------------------------------------------------------------
 
@@ -183,7 +196,11 @@ class Blocks:
         keys, block = held.keys, self.block
         while len(keys) <= index:
             n = len(keys)
-            tokens = array("i", ids[n * block : (n + 1) * block]).tobytes()
+            begin, end = n * block, (n + 1) * block
+            if held.content or held.spans:
+                tokens = _content(held, ids, begin, end)
+            else:
+                tokens = array("i", ids[begin:end]).tobytes()
             keys.append(blake2b((keys[-1] if n else self._root) + tokens, digest_size=16).digest())
         return keys[index]
 

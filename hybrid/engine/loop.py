@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -30,7 +30,7 @@ from hybrid.core.errors import QueueFull
 from hybrid.engine.handle import Handle
 from hybrid.engine.loading import EngineConfig, LoadClock
 from hybrid.engine.lock import EngineLock
-from hybrid.engine.request import Capture, Options, Request, Wakeups, check_prompt
+from hybrid.engine.request import Options, Request, Wakeups, check_prompt
 from hybrid.engine.runner import AbortedStep, Flight, Runner, check_finite, fault
 from hybrid.engine.scheduler import BatchCap, Pass, Scheduler, length_at_end
 from hybrid.engine.speculation import Drafter, Speculator
@@ -152,14 +152,30 @@ class Engine:
             self._driven.add(request.id)
         return Handle(request, self.drive_step)
 
-    def request(self, prompt: Sequence[int], options: Options | None = None) -> Request:
-        """ValueError for what cannot be, ContextExceeded for a prompt that leaves no room for a token."""
+    def request(
+        self,
+        prompt: Sequence[int],
+        options: Options | None = None,
+        content: Mapping[int, int] | None = None,
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> Request:
+        """ValueError for what cannot be, ContextExceeded for a prompt that leaves no room for a token. content, spans:
+        Request's."""
         options = options or Options()
         options.check(self.target.n_tokens)
         if options.speculate and self.speculator is None:
             raise ValueError("speculate: the model was loaded without guesses: load it with draft= or speculate=")
-        check_prompt(prompt, self.target.hparams.vocab, self.cache.ctx)
-        return Request(0, prompt, options, tokenizer=self.tokenizer)
+        made = Request(0, prompt, options, tokenizer=self.tokenizer, content=content, spans=spans)
+        self._check_prompt(made, 1)
+        return made
+
+    def _check_prompt(self, request: Request, more: int) -> None:
+        runner = self.runner
+        vocab = self.target.hparams.vocab
+        check_prompt(request.ids, vocab, self.cache.ctx, more, request.content, runner.rows)
+        if request.spans and not runner.spans:
+            name = self.target.schedule.schedule.name
+            raise ValueError(f"schedule {name} has no step row_views: no row sees what comes after it")
 
     def _put(self, request: Request) -> None:
         length_at_end(request, self.cache.ctx, self.runner.blocks)  # ContextExceeded where it would never fit
@@ -193,26 +209,28 @@ class Engine:
     def logits_of(self, sequences: Sequence[Sequence[int]], rows: int = 0) -> Iterator[np.ndarray]:
         """The rows of `logits` of several sequences one after another, pass by pass: takes the memory of a pass, whatever
         the length. Sequences share passes, because a pass reads every weight however few rows it has."""
-        return self._capture(sequences, "logits", rows)
+        return self.read_back(Request(0, ids, capture="logits", rows=rows) for ids in sequences)
 
     def hidden_states(self, ids: Sequence[int], rows: int = 0, streams: bool = False) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of
         several streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams,
         hidden]."""
         hp = self.target.hparams
-        states = np.concatenate(list(self._capture([ids], "hidden", rows)), axis=1)
+        states = np.concatenate(list(self.read_back([Request(0, ids, capture="hidden", rows=rows)])), axis=1)
         states = states.reshape(*states.shape[:2], hp.n_streams, hp.hidden)
         return states if streams else np.ascontiguousarray(states[:, :, hp.altup_active])
 
-    def _capture(self, sequences: Sequence[Sequence[int]], what: Capture, rows: int) -> Iterator[np.ndarray]:
-        """What is read back of sequences, in their order, the next few being run beside the first."""
-        waiting, running = deque(sequences), deque[Handle]()
+    def read_back(self, requests: Iterable[Request]) -> Iterator[np.ndarray]:
+        """What is captured of requests, in their order, the next few being run beside the first."""
+        waiting, running, more = iter(requests), deque[Handle](), True
         try:
-            while waiting or running:
-                while waiting and len(running) < self.cache.slots:
-                    ids = waiting.popleft()
-                    check_prompt(ids, self.target.hparams.vocab, self.cache.ctx, 0)
-                    running.append(self.drive(Request(0, ids, capture=what, rows=rows)))
+            while more or running:
+                while more and len(running) < self.cache.slots:
+                    if more := (request := next(waiting, None)) is not None:
+                        self._check_prompt(request, 0)
+                        running.append(self.drive(request))
+                if not running:
+                    return
                 request = running[0].request
                 while not request.captured and request.finish is None:
                     self.drive_step()

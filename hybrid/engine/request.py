@@ -148,7 +148,9 @@ class Request:
     end it). capture: read back every row instead of generating; `captured` gets the rows of each pass, and nothing more
     runs until it is empty again. rows: most rows of it in a pass (0: the pass's). start: positions that count as
     computed, whatever the cache holds there; for measuring. deadline: on the scheduler's clock. ahead: whether a row may
-    run before its token is known on the host."""
+    run before its token is known on the host. content: ids of the prompt that name no token but a row of the plan's
+    `rows` -> a 64-bit number for what it holds, by which the prefix cache finds it. spans: (begin, end) of positions of
+    the prompt that see one another whole, in order; the schedule's attention takes `sees` for that."""
 
     __slots__ = (
         "_changed",
@@ -164,6 +166,7 @@ class Request:
         "cancelled",
         "capture",
         "captured",
+        "content",
         "deadline",
         "delivered",
         "drafted",
@@ -196,12 +199,14 @@ class Request:
         "rollback",
         "rows",
         "slot",
+        "spans",
         "start",
         "steady",
         "stop",
         "until",
         "verified",
         "wake",
+        "widest",
     )
 
     def __init__(
@@ -217,11 +222,19 @@ class Request:
         start: int = 0,
         deadline: float | None = None,
         ahead: bool | None = None,
+        content: Mapping[int, int] | None = None,
+        spans: Sequence[tuple[int, int]] = (),
     ) -> None:
         if not len(prompt):
             raise ValueError("the prompt is empty: it needs at least one token")
         if not 0 <= start < len(prompt):
             raise ValueError(f"start must be 0..{len(prompt) - 1}, fewer than the prompt's tokens, not {start}")
+        edges = [0, *(edge for span in spans for edge in span), len(prompt)]
+        if edges != sorted(edges) or any(a == b for a, b in spans):
+            raise ValueError(f"spans must be parts of the prompt of {len(prompt)} tokens, in order, not {list(spans)}")
+        self.content, self.spans = dict(content or {}), tuple(spans)
+        self.widest = max((b - a for a, b in spans), default=1)
+        """Rows of one pass that it needs at least."""
         options = options or Options()
         self.id, self.options, self.capture, self.rows, self.start = id, options, capture, rows, start
         self.ids: list[int] = list(prompt)
@@ -301,6 +314,17 @@ class Request:
     def rest(self) -> int:
         """Rows that are left to schedule: 1 where it decodes, more within its prompt."""
         return len(self.ids) + self.pending - self.position
+
+    def together(self, position: int) -> int:
+        """The end of the rows that run in one pass with the row at `position`."""
+        return next((b for a, b in self.spans if a <= position < b), position + 1)
+
+    def uncut(self, n: int, most: int) -> int:
+        """Rows of the next pass, n or fewer, that cut no span; or the whole of the next span, if that is at most `most`."""
+        for a, b in self.spans:
+            if a < self.position + n < b:
+                return a - self.position if a > self.position else b - self.position if b - self.position <= most else 0
+        return n
 
     @property
     def decodes(self) -> bool:
@@ -432,12 +456,16 @@ def token_ids(ids: Sequence[int]) -> list[int]:
     return list(map(int, found))
 
 
-def check_prompt(ids: Sequence[int], vocab: int, ctx: int, more: int = 1) -> None:
-    """ValueError for an empty prompt or an id that the embedding has no row for; ContextExceeded where it leaves no room
-    for `more` tokens in the context of `ctx`."""
+def check_prompt(
+    ids: Sequence[int], vocab: int, ctx: int, more: int = 1, content: Mapping[int, int] | None = None, rows: int = 0
+) -> None:
+    """ValueError for an empty prompt or an id that the embedding has no row for, and that is none of the `rows` after
+    them that `content` names; ContextExceeded where it leaves no room for `more` tokens in the context of `ctx`."""
     if not len(ids):
         raise ValueError("the prompt is empty: it needs at least one token")
-    bad = next((i for i in ids if not 0 <= i < vocab), None)
+    bad = next(
+        (i for i in ids if not 0 <= i < vocab and not (content and i in content and 0 <= i < vocab + rows)), None
+    )
     if bad is not None:
         raise ValueError(f"token id {bad} is outside the vocabulary of {vocab}")
     if len(ids) + more > ctx:

@@ -13,6 +13,7 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from hybrid.core.plan import (
     NOT_FINITE,
     OUT_WORDS,
     ROW_WORDS,
+    ROWS_TENSOR,
+    SPANS_TENSOR,
     Plan,
     TensorDecl,
 )
@@ -41,7 +44,7 @@ from hybrid.engine.blocks import Blocks, groups_of
 from hybrid.engine.loading import EngineConfig, LoadClock, fitted, load_tensors, sizes_for, target_for
 from hybrid.engine.request import Request
 from hybrid.engine.sampling import SamplingState
-from hybrid.engine.scheduler import Limits, Pass, Run
+from hybrid.engine.scheduler import Limits, Pass, Run, Scheduler
 from hybrid.engine.stats import TokenLogprob, Work, mean_context
 from hybrid.engine.trace import TimedPass, Timing
 from hybrid.planning.cache import CacheShape
@@ -262,7 +265,13 @@ class Runner:
                 "decode": self.plan("decode", outs, outs, options=OPTIONS),
             }
             plans = self._largest_plans()
-        self._stored = set(outlasting(plans))
+        stored = outlasting(plans)
+        self._stored = set(stored)
+        self.rows = stored[ROWS_TENSOR].shape[0] if ROWS_TENSOR in stored else 0
+        """Rows that a prompt's ids may name in place of tokens: the ids after the vocabulary's."""
+        self.spans = SPANS_TENSOR in stored
+        """Whether spans of rows may see themselves whole."""
+        self._spanned = set[int]()  # slots whose row of the tensor is not zero
         self.reencoded = load_tensors(
             checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress
         )
@@ -488,16 +497,20 @@ class Runner:
 
     def assign(self, request: Request, flights: Collection[Flight] = ()) -> None:
         """A request has got its slot: write how its tokens are chosen. flights: those that may still run."""
-        assert request.slot is not None
-        if (
-            request.options.counts
-        ):  # `history` is written here: no pass may note a token of the slot's last sequence there
-            of = [f.ticket for f in flights if any(run.slot == request.slot for run in f.scheduled.runs)]
+        slot = request.slot
+        assert slot is not None
+        spans = self.spans and (request.spans or slot in self._spanned)
+        if request.options.counts or spans:  # what is written here, no pass of the slot's last sequence may touch
+            of = [f.ticket for f in flights if any(run.slot == slot for run in f.scheduled.runs)]
             if of:
                 self.device.wait(max(of))
-        self.sampling.assign(
-            request.slot, request.options, request.prompt, request.options.constraint, request.generated
-        )
+        if spans:
+            last = np.zeros((1, self.cache.ctx), np.int32)
+            for begin, end in request.spans:
+                last[0, begin:end] = end - 1
+            self.device.write(SPANS_TENSOR, Tensor.of(last), slot)
+            (self._spanned.add if request.spans else self._spanned.discard)(slot)
+        self.sampling.assign(slot, request.options, request.prompt, request.options.constraint, request.generated)
 
     def abort(self) -> None:
         """Passes chose no tokens (AbortedStep): wait for those that run, continue without waits between workgroups, and
@@ -526,3 +539,25 @@ class Runner:
         return precision_by_phase(
             self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1)
         )
+
+
+class Stack:
+    """A stack of layers beside the one that chooses tokens: an encoder before it, a draft model beside it. It has a
+    runner on a sibling of the device, which lends it tensors (Device.sibling), and a scheduler of its own; its passes
+    run on the same queue, between those of the other."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(runner.blocks, replace(runner.limits(1 << 20), ahead=1 << 20))
+
+    def run(self) -> list[Flight]:
+        """Submit all passes that can be made now, one behind another; waits for none."""
+        flights = []
+        while (made := self.scheduler.schedule()) is not None:
+            flights.append(self.start(made))
+        return flights
+
+    def start(self, made: Pass) -> Flight:
+        for request in made.params:
+            self.runner.assign(request)
+        return self.runner.start(made)

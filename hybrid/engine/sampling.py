@@ -277,7 +277,8 @@ class SamplingState:
             self.device.write("bias", Tensor.of(biases), slot)
         if sampling.counts:
             history = np.full((1, self.target.cache.ctx), -1, np.int32)
-            history[0, : len(prompt) + len(generated)] = [*prompt, *generated]
+            tokens = np.array([*prompt, *generated], np.int32)
+            history[0, : len(tokens)] = np.where(tokens < self.target.n_tokens, tokens, -1)  # others name no token
             self.device.write("history", Tensor.of(history), slot)
         self._options[slot], self._logprobs[slot] = sampling.options(constraint is not None), sampling.logprobs
         if constraint is not None:

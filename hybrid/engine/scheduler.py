@@ -189,7 +189,7 @@ def length_at_end(request: Request, ctx: int, blocks: Blocks) -> int:
         )
     last = min(request.n_prompt + request.limit, ctx)
     for group in blocks.groups:
-        need = group.need(last - bool(request.limit), blocks.block)  # the last token that is generated is not run
+        need = group.need(last - bool(request.limit), blocks.block, request.widest)  # the last token is not run
         if need > group.blocks:
             raise ContextExceeded(
                 f"{request.n_prompt} tokens and {last - request.n_prompt} to generate need {need} blocks of {blocks.block} "
@@ -210,7 +210,8 @@ def has_room(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Reque
         for s in (*running, request):
             assert s.held is not None
             most = max(len(s.ids), s.last - 1)  # rows that it runs at most: the last token that is generated is not run
-            need = pool.group.need(min(len(s.ids) + 1, most) if s in whole else most, blocks.block)
+            positions, rows = (min(len(s.ids) + 1, most), s.widest) if s in whole else (most, 1)
+            need = pool.group.need(positions, blocks.block, rows)
             missing = max(0, need - (s.held.size - s.held.first[g]))
             want += missing if s in whole else min(1, missing)
         if want > pool.available:
@@ -426,10 +427,23 @@ class Scheduler:
         """Let a new request wait for its turn. QueueFull; ContextExceeded for one that would never fit."""
         if request.held is not None:
             raise ValueError(f"request {request.id} has been added before")
+        self._check_spans(request)
         last = length_at_end(request, self.limits.ctx, self.blocks)
         self._queue.put(request)
-        request.last, request.held = last, self.blocks.held()
+        request.last, request.held = last, self.blocks.held(request.content, request.spans)
         self._captures += request.capture is not None
+
+    def _check_spans(self, request: Request) -> None:
+        """ValueError for a span that may never fit into a pass beside the rows of all who decode."""
+        if not request.spans:
+            return
+        limits, kind = self.limits, request.capture
+        most = getattr(limits, kind) or limits.rows if kind else (limits.mixed or limits.rows) - limits.slots + 1
+        most = min(most, request.rows or most)
+        if request.widest > most:
+            raise ValueError(
+                f"{request.widest} positions that see one another do not fit into a pass, which has {most} for them"
+            )
 
     def cancel(self, request: Request, reason: Finish = "cancelled", error: BaseException | None = None) -> bool:
         """End a request now, whatever of it is in flight. False where it has ended already."""
@@ -635,6 +649,7 @@ class Scheduler:
             if spare < 0:  # rows for drafts: every request may want one
                 most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
                 spare = most - min(len(self.running) + self.waiting, limits.slots)
+                spare = 0 if any(s.spans for s in self._prompts) else spare  # a span needs the rows
             drafts, request.drafts = (
                 request.drafts[: max(0, min(spare, request.last - total - 1))] if request.drafts else (),
                 (),
@@ -673,10 +688,14 @@ class Scheduler:
             n = min(rest, room - rows - min((room - rows) // SHARE, behind), request.rows or rest)
             if n < rest and not request.private and n > (cut := (position + n) % blocks.block):
                 n -= cut  # whole blocks: others that follow may take them
+            if request.spans and not (n := request.uncut(n, room - rows)):
+                continue
             if position + n > request.until:
                 blocks.slide(held, position - request.rollback)
                 self._grow(request, min(position + n, (held.size + blocks.room()) * blocks.block))
                 n = min(n, request.until - position)
+                if request.spans:
+                    n = request.uncut(n, n)
                 if n < 1:
                     continue
             if request.found == position:
@@ -736,7 +755,7 @@ class Scheduler:
         waiting = self._queue.requests
         while waiting:
             request = waiting[0] if not self._captures else next(filter(self._may_begin, waiting), None)
-            if request is None or not (self._slots or self._preempt_idle()):
+            if request is None or not (self._slots or (self._preempt_idle() and self._slots)):
                 return
             before = [s.rest for s in self._prompts if s.capture == request.capture]
             if sum(before) >= room and len(before) != 1:
@@ -803,10 +822,10 @@ class Scheduler:
             self.blocks.seal(request.held, request.ids, positions, born)
 
     def _first_goes_on(self, request: Request, now: int) -> None:
-        """The first in order, a prompt, has room for a row before those that decode take theirs, whoever must go for
-        it."""
-        if not self._follow(request, now) and request.position >= request.until:
-            self._extend(request, request.position + 1)
+        """The first in order, a prompt, has room for its next row, and for those that run with it, before those that
+        decode take theirs, whoever must go for it."""
+        if not self._follow(request, now) and (end := request.together(request.position)) > request.until:
+            self._extend(request, end)
 
     def _extend(self, request: Request, positions: int) -> bool:
         """Blocks for so many positions, if need be of those behind it in order; False where it is the last itself."""

@@ -24,7 +24,7 @@ import numpy as np
 from hybrid.core.plan import FAULTED, GUESSES_TENSOR, UNTIL_TENSOR
 from hybrid.engine.loading import check_guesses
 from hybrid.engine.request import Request
-from hybrid.engine.runner import CONTINUES, FOLLOWS, GUESSED, Flight, Runner
+from hybrid.engine.runner import CONTINUES, FOLLOWS, GUESSED, Flight, Runner, Stack
 from hybrid.engine.sampling import SamplingState
 from hybrid.engine.scheduler import Pass, Scheduler
 from hybrid.planning.passes import GUESSED_ROWS
@@ -162,13 +162,14 @@ class _Copy:
     end: int = 0
 
 
-class DraftModel:
-    """A smaller model on the queue of the larger one, with a scheduler of its own: each request has a sequence there, as
-    many as there are slots and blocks. It samples by the request's parameters, so both models add the same noise to their
+class DraftModel(Stack):
+    """A smaller model on the queue of the larger one: each request has a sequence there, as many as there are slots and
+    blocks. It samples by the request's parameters, so both models add the same noise to their
     logits, and agree more often than two draws would. ValueError where it cannot share the larger model's memory."""
 
     def __init__(self, runner: Runner, name: str, close: Callable[[], object]) -> None:
-        self.runner, self.name, self._close = runner, name, close
+        super().__init__(runner)
+        self.name, self._close = name, close
         missing = [name for name in LENT if not runner.device.shares(name)]
         if missing:
             raise ValueError(
@@ -177,8 +178,6 @@ class DraftModel:
             )
         self.queues = runner.device.passes_ahead > 1
         """Whether its passes run behind those that were submitted before; else submitting is running."""
-        limits = replace(runner.limits(1 << 20), ahead=1 << 20)
-        self.scheduler = Scheduler(runner.blocks, limits)
         self._copies: dict[Request, _Copy] = {}
         self._flight: Flight | None = None  # the last
         self._proposed: Flight | None = None  # the last one of the guesses that are verified now
@@ -198,7 +197,8 @@ class DraftModel:
                 self.scheduler.resume(copy.own, ids, last, copy.valid)
         for copy in self._copies.values():
             copy.following = 0
-        self._run()
+        if flights := self.run():
+            self._flight = flights[-1]
         found = {}
         for request, most in wanted.items():
             copy, own = self._copies[request], self._copies[request].own
@@ -241,7 +241,7 @@ class DraftModel:
             made = self.scheduler.schedule_rows(rows)
             if made is None:
                 break
-            self._start(made)
+            self._flight = self.start(made)
             for _, copy in copies:
                 copy.following = i + 1
         return any(copy.following for _, copy in copies)
@@ -295,15 +295,6 @@ class DraftModel:
             self.scheduler.add(own)
             self._copies[request] = _Copy(own)
         return self._copies[request]
-
-    def _run(self) -> None:
-        while (made := self.scheduler.schedule()) is not None:
-            self._start(made)
-
-    def _start(self, made: Pass) -> None:
-        for own in made.params:
-            self.runner.assign(own)
-        self._flight = self.runner.start(made)
 
 
 # --- how many --------------------------------------------------------------------------------------------------------
