@@ -1,4 +1,4 @@
-"""Sequences that take turns, where passes cost in steps (hybrid/engine/turns.py)."""
+"""Sequences that sit out in turn, where passes cost in steps (scheduler.BatchCap)."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Device(Protocol):
 
     def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         """Everything that costs. `cooperative`: kernels whose workgroups wait for one another may be chosen; where such
-        a wait is given up, the pass is void: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in
+        a wait times out, the step is aborted: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in
         `history`)."""
         ...
 

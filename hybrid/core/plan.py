@@ -27,9 +27,9 @@ class _Words(dict[str, int]):
 
 
 CONTROL = _Words(rows=0, outs=1, context=2)
-# and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
+# A word that a kernel sets where a wait within a dispatch timed out: this pass and those after it are aborted steps.
 FAULT_WORD = 3
-FAULTED = -2  # in `history`, in place of a token: the pass was void
+FAULTED = -2  # in `history`, in place of a token: the step was aborted
 
 FEW_ROWS = 4
 """Rows of a pass up to which reading the weights is all that takes time, where a device does not say otherwise."""

@@ -44,7 +44,7 @@ def verify(
         if len(run) == 1:
             continue
         chosen = choice(run[at])
-        void = choice(run[0]) == FAULTED
+        aborted = choice(run[0]) == FAULTED
         next_token[slot] = chosen if chosen is not None and chosen >= 0 else tokens[run[at]]
-        next_position[slot] = positions[run[at]] + (not void)
+        next_position[slot] = positions[run[at]] + (not aborted)
     return ()
