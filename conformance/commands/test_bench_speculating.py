@@ -145,7 +145,7 @@ def test_guessing_that_ends_voids_the_figures(monkeypatch, capsys):
     monkeypatch.setattr(Lookup, "propose", broken)
     assert bench.main([*SMALL, *ASKED, "--speculate", "2"]) == 1
     said = capsys.readouterr()
-    assert "lookup: OSError: gone; no more tokens are guessed: the figures are void" in said.err.splitlines()[-1]
+    assert "lookup: OSError: gone; speculation has ended: the figures are void" in said.err.splitlines()[-1]
     assert "guesses of a pass" not in said.out
 
 

@@ -16,7 +16,7 @@ from conformance.support.profile import LONG
 from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.request import Request
 from hybrid.engine.scheduler import Limits, Pass, Run, Scheduler
-from hybrid.engine.speculation import MOST, Acceptance, Costs, CostTable, Followed, Speculator, expected, share
+from hybrid.engine.speculation import MOST, Acceptance, Costs, CostTable, SpecState, Speculator, expected, share
 
 BLOCK, WINDOW = 4, 2
 TOKENS = 400
@@ -276,7 +276,7 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool, mo
     assert model.waited == 1 and (speculator.drafter is None) == fails == bool(said)
     if fails:
         assert said == [
-            "by hand: RuntimeError: the draft's device is gone; no more tokens are guessed (closing it: RuntimeError: "
+            "by hand: RuntimeError: the draft's device is gone; speculation has ended (closing it: RuntimeError: "
             "nothing to free)"
         ]
     assert model.closed == fails
@@ -288,7 +288,7 @@ def test_drafting_is_not_timed_while_programs_are_made_or_prompts_run(monkeypatc
     clock, model, recorded = Clock(), Waits(False), [0]
     monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
     speculator = Speculator(model, 8, 3, None, lambda r, e: None, lambda why: None, clock, lambda: recorded[0])  # type: ignore[arg-type]
-    one = Followed(request(0, [1], 30), 3, True, Acceptance())
+    one = SpecState(request(0, [1], 30), 3, True, Acceptance())
     verified = Pass(1, [Run(one.request, 0, 0, (1,) * 4, 4)], rows=4, outs=4)
     scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
     speculator._followed = -1
@@ -303,12 +303,12 @@ def test_drafting_is_not_timed_while_programs_are_made_or_prompts_run(monkeypatc
 
 
 @pytest.fixture
-def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Waits, Clock, Followed]:
+def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Waits, Clock, SpecState]:
     """A speculator with a draft model by hand, and a request with three guesses of a pass."""
     clock, model = Clock(), Waits(False)
     monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
     speculator = Speculator(model, 8, 3, None, lambda r, e: None, lambda why: None, clock)  # type: ignore[arg-type]
-    one = Followed(request(0, [1], 30), 3, True, Acceptance())
+    one = SpecState(request(0, [1], 30), 3, True, Acceptance())
     one.asked = 3
     speculator._of[one.request] = one
     return speculator, model, clock, one
@@ -373,7 +373,7 @@ def test_a_sequence_is_taken_for_one_of_all_until_it_is_known() -> None:
     for _ in range(100):
         whole.verified(5, 3)
         whole.verified(1, 0)
-    alone, among = (Followed(request(0, [1], 9), MOST, False, of) for of in (Acceptance(0.99), whole))
+    alone, among = (SpecState(request(0, [1], 9), MOST, False, of) for of in (Acceptance(0.99), whole))
     for one in (alone, among):
         for accepted in (1, 1, 0, 1):
             one.verified(1, accepted)
@@ -400,7 +400,7 @@ def test_guesses_go_where_they_are_likeliest_to_be_right() -> None:
 
 
 def test_tries_in_vain_become_rare() -> None:
-    one, rests = Followed(request(0, [1], 9), MOST, False, Acceptance()), []
+    one, rests = SpecState(request(0, [1], 9), MOST, False, Acceptance()), []
     for _ in range(8):
         assert one.offer(0, 2) == 2, "a try"
         assert one.offer(0, 2) == 0, "tried, and not worth it"

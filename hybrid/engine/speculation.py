@@ -1,14 +1,13 @@
-"""Speculative decoding: guesses of the next tokens, verified together in one pass of the model. A guess is accepted where
-it equals the token that the model chooses, so a text is the same with and without guesses.
+"""Speculative decoding: a pass verifies several draft tokens at once. A draft is accepted where it equals the token that
+the model samples, so the text is the same with and without drafts.
 
-    Lookup       n-grams of the sequence itself: what followed the last tokens where they stood before
+    Lookup       n-grams of the sequence itself
     DraftModel   a smaller model with the same tokenizer, on the same queue
-    Replay       known texts, right with a set rate: for measuring what acceptance is worth
-    Speculator   how many guesses, for which sequences: by measured acceptance and measured cost
+    Replay       known texts with a set acceptance rate, for benchmarks
+    Speculator   chooses the number of drafts per sequence from measured acceptance and measured cost
 
-A draft model's guesses are never read by the host. Its passes leave them in memory that the larger model's next pass
-reads (GUESSED), and the passes of its next guesses are submitted behind that verification before anybody has read it:
-they find on the device where the sequence continues (FOLLOWS).
+The host never reads a draft model's tokens. Its passes leave them in device memory for the verifying pass (GUESSED). The
+passes of its next drafts are queued after that verification; the device tells them where the sequence continues (FOLLOWS).
 """
 
 from __future__ import annotations
@@ -30,28 +29,27 @@ from hybrid.engine.scheduler import Pass, Scheduler
 from hybrid.planning.passes import GUESSED_ROWS
 
 MOST = 7
-"""Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch
-of rows."""
-PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
-PROBE, TRIES = 2, 2  # guesses of such a try; sequences in a pass that try
-NGRAMS = (4, 2)  # tokens that must have stood there before, the most first
+"""Default limit of drafts per sequence and pass: with the last token they fill the smallest batch bucket."""
+PROBES = (8, 128)  # tokens between two probes while drafts do not pay; doubled after each probe
+PROBE, TRIES = 2, 2  # drafts of a probe; sequences that probe in one pass
+NGRAMS = (4, 2)  # lengths of n-grams, longest first
 LENT = {"history": GUESSES_TENSOR, GUESSES_TENSOR: "history", UNTIL_TENSOR: "next_position"}
-"""Tensors of a draft model that are the larger model's (Device.sibling)."""
-_DECAY, _DECAY_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
-_PRIOR = 8.0  # guesses that the acceptance of all sequences counts for in one
+"""Tensors of a draft model -> tensors of the target model that it uses in their place (Device.sibling)."""
+_DECAY, _DECAY_OF_ALL = 0.9, 0.98  # per verification: of one sequence, of all
+_PRIOR = 8.0  # weight, in drafts, of the shared acceptance rate in that of one sequence
 
 
 class Drafter(Protocol):
-    """Guesses for many sequences. Whatever it raises ends drafting, not the requests."""
+    """Proposes drafts for many sequences. An exception ends speculation, not the requests."""
 
     name: str
 
     def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """For each request up to so many guesses of what follows its `ids`; none is an answer too."""
+        """Drafts that continue each request's `ids`, at most so many; none is allowed."""
         ...
 
     def verified(self, request: Request, accepted: int) -> None:
-        """So many of the last guesses of a request were right."""
+        """So many of a request's last drafts were accepted."""
         ...
 
     def end(self, request: Request) -> None:
@@ -63,7 +61,7 @@ class Drafter(Protocol):
 
 class Lookup:
     """What followed the last few tokens where they stood before, the latest such place; needs no model. Where that place
-    is so near that it ends before the guesses do, the text is taken to repeat itself."""
+    is so near that it ends before the drafts do, the text is taken to repeat itself."""
 
     name = "lookup"
 
@@ -99,15 +97,15 @@ class Lookup:
 
 
 class Replay:
-    """Guesses out of known texts: each is right with probability `rate`, drawn from the number of its text and its
-    position in the sequence. draft: a model whose passes are run for every guess, as if they were its own."""
+    """Drafts from known texts. Each is right with probability `rate`, drawn from the text's number and the position.
+    draft: a model that runs its passes for every draft, so that drafting takes its time."""
 
     name = "replay"
 
     def __init__(
         self, texts: Mapping[tuple[int, ...], Sequence[int]], rate: float, draft: DraftModel | None = None
     ) -> None:
-        """texts: what follows each prompt. ValueError for a rate that is no probability."""
+        """texts: prompt -> continuation. ValueError for a rate outside 0 to 1."""
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be a probability, 0 to 1, not {rate!r}")
         self.draft = draft
@@ -121,7 +119,7 @@ class Replay:
         self._of: dict[Request, list[int]] = {}
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """None for a prompt that is not known."""
+        """No drafts for an unknown prompt."""
         if self.draft is not None:
             wanted = {request: len(words) for request, words in self.draft.propose(wanted).items()}
         found = {}
@@ -148,24 +146,24 @@ class Replay:
 
 @dataclass(slots=True)
 class _Copy:
-    """A draft model's sequence for one of the larger model's."""
+    """The draft model's copy of a sequence."""
 
     own: Request
     known: int = 0
-    """Tokens of the sequence when guesses were made last."""
-    guesses: int = 0
-    """So many then."""
+    """Length of the sequence at the last proposal."""
+    drafts: int = 0
+    """Drafts of that proposal."""
     valid: int = 0
-    """Positions of its cache that hold the sequence's tokens."""
+    """Leading positions of its KV cache that hold the sequence's tokens."""
     following: int = 0
-    """Passes that were submitted behind the verification of these guesses; `end`: the position that it had before."""
+    """Passes queued after the verification of these drafts; `end`: the copy's position before them."""
     end: int = 0
 
 
 class DraftModel(Stack):
-    """A smaller model on the queue of the larger one: each request has a sequence there, as many as there are slots and
-    blocks. It samples by the request's parameters, so both models add the same noise to their
-    logits, and agree more often than two draws would. ValueError where it cannot share the larger model's memory."""
+    """A smaller model on the target model's queue, with a copy of each sequence that has a slot and blocks there. Both
+    models sample with the request's parameters and noise, so they agree more often than two independent samples would.
+    ValueError where it cannot share the target model's memory."""
 
     def __init__(self, runner: Runner, name: str, close: Callable[[], object]) -> None:
         super().__init__(runner)
@@ -177,14 +175,14 @@ class DraftModel(Stack):
                 "model's, so neither finds the other's tokens: load that one with the same ctx and slots"
             )
         self.queues = runner.device.passes_ahead > 1
-        """Whether its passes run behind those that were submitted before; else submitting is running."""
+        """Whether submitting returns before the pass has run; on cpu it does not."""
         self._copies: dict[Request, _Copy] = {}
         self._flight: Flight | None = None  # the last
-        self._proposed: Flight | None = None  # the last one of the guesses that are verified now
+        self._proposed: Flight | None = None  # the last one of the drafts that are verified now
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """Words by which a pass of the larger model finds the guesses. Runs what is new of each sequence, then continues
-        from its own tokens, all sequences in the same passes, submitted one behind another; waits for none."""
+        """Token words by which a verifying pass finds the drafts (GUESSED). Appends the new tokens of each sequence, then
+        continues from its own tokens, all sequences in the same passes. Does not wait."""
         self.scheduler.forget_tokens()
         ctx = self.runner.cache.ctx
         for request, most in wanted.items():
@@ -203,28 +201,27 @@ class DraftModel(Stack):
         for request, most in wanted.items():
             copy, own = self._copies[request], self._copies[request].own
             count = min(own.pending, most)
-            copy.known, copy.guesses = len(request.ids), count
+            copy.known, copy.drafts = len(request.ids), count
             copy.valid = min(own.position, copy.known) if own.slot is not None else 0
             if count and own.slot is not None:
                 found[request] = [GUESSED - own.slot] * count
-            own.last = 0  # it runs when it is asked for
+            own.last = 0  # paused until the next proposal
         self._proposed = self._flight
         return found
 
     def verified(self, request: Request, accepted: int) -> None:
         copy = self._copies.get(request)
-        if copy is not None and copy.guesses:
-            copy.valid = min(copy.valid, copy.known) + min(accepted, copy.guesses - 1)
+        if copy is not None and copy.drafts:
+            copy.valid = min(copy.valid, copy.known) + min(accepted, copy.drafts - 1)
 
     def follow(self, verified: Mapping[Request, int], most: int) -> bool:
-        """Submit the passes of the next guesses, `most` of each request, behind the pass that verifies the last ones, so
-        many of each request; waits for none. They begin where that pass says that the sequence continues. False, and
-        nothing done, where that cannot be."""
+        """Queue the passes of the next drafts, `most` per request, after the pass that verifies the last ones. They begin
+        where that pass finds the end of the accepted drafts. Does not wait. False where nothing was queued."""
         self.scheduler.forget_tokens()
         copies = []
         for request, count in verified.items():
             copy = self._copies.get(request)
-            if copy is None or copy.own.slot is None or request.slot is None or copy.guesses != count:
+            if copy is None or copy.own.slot is None or request.slot is None or copy.drafts != count:
                 continue
             if copy.known + count + most < self.runner.cache.ctx:
                 copy.own.position = copy.end = copy.known - 1 + count
@@ -235,7 +232,7 @@ class DraftModel(Stack):
             rows: list[tuple[Request, int | None, int | None]] = []
             for request, copy in copies:
                 word = FOLLOWS - (request.slot or 0)
-                # The second takes the larger model's token too, where the first has run the last guess.
+                # Where all drafts are accepted, the first runs the last draft and the second the target's token.
                 place = (word, FOLLOWS) if i == 0 else (word, CONTINUES) if i == 1 else (None, None)
                 rows.append((copy.own, *place))
             made = self.scheduler.schedule_rows(rows)
@@ -247,9 +244,9 @@ class DraftModel(Stack):
         return any(copy.following for _, copy in copies)
 
     def expects(self, request: Request) -> int:
-        """Guesses after the request's tokens that `follow` has submitted."""
+        """Drafts that `follow` has queued beyond the request's tokens."""
         copy = self._copies.get(request)
-        if copy is None or not copy.following or not 0 < len(request.ids) - copy.known <= copy.guesses + 1:
+        if copy is None or not copy.following or not 0 < len(request.ids) - copy.known <= copy.drafts + 1:
             return 0
         return max(0, copy.following - max(0, len(request.ids) - 1 - copy.end))
 
@@ -259,7 +256,7 @@ class DraftModel(Stack):
         return self.runner.counters.recordings
 
     def wait(self) -> None:
-        """Until the passes of the last guesses have finished. Where they were aborted, all is run again."""
+        """Wait for the passes of the last drafts. After an aborted step, the copies start again."""
         flight, self._proposed = self._proposed, None
         if flight is None:
             return
@@ -269,7 +266,7 @@ class DraftModel(Stack):
             self.runner.abort()
             self.scheduler.lose()
             for copy in self._copies.values():
-                copy.valid = copy.guesses = copy.following = 0
+                copy.valid = copy.drafts = copy.following = 0
 
     def end(self, request: Request) -> None:
         copy = self._copies.pop(request, None)
@@ -277,7 +274,7 @@ class DraftModel(Stack):
             self.scheduler.cancel(copy.own)
 
     def close(self) -> None:
-        """Let go of its device, whatever state that is in."""
+        """Close its device, also after an error."""
         self._copies.clear()
         self._close()
 
@@ -301,14 +298,14 @@ class DraftModel(Stack):
 
 
 def most_guesses(draft: object, speculate: object) -> int:
-    """Of a pass, by what a user asks for (hybrid.load): 0 where tokens are not to be guessed. ValueError."""
+    """The limit of drafts per pass for the options of hybrid.load; 0: no speculation. ValueError."""
     if speculate is None:
         speculate = 0 if draft is None else "auto"
     return MOST if speculate == "auto" else check_guesses(speculate)
 
 
 class Acceptance:
-    """How often a guess is right where those before it are. rate: what is supposed before anything was verified."""
+    """Decaying acceptance rate of a draft whose predecessors were accepted. rate: the prior."""
 
     def __init__(self, rate: float = 0.75, decay: float = _DECAY_OF_ALL) -> None:
         self.right, self.tried, self._decay = 2 * rate, 2.0, decay
@@ -317,39 +314,39 @@ class Acceptance:
     def rate(self) -> float:
         return self.right / self.tried
 
-    def verified(self, guessed: int, accepted: int) -> None:
-        """So many of a pass's guesses were right."""
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Count the accepted drafts of a pass."""
         self.right = self._decay * self.right + accepted
-        self.tried = self._decay * self.tried + accepted + (accepted < guessed)
+        self.tried = self._decay * self.tried + accepted + (accepted < drafted)
 
 
-class Followed:
-    """A request that is guessed for. most: guesses of a pass at most; fixed: always as many. among: the acceptance of all
-    requests, towards which its own, known from few guesses, is drawn."""
+class SpecState:
+    """Speculation state of a request. most: limit of drafts per pass; fixed: always that many. among: acceptance of all
+    requests, the prior of its own."""
 
     def __init__(self, request: Request, most: int, fixed: bool, among: Acceptance) -> None:
         self.request, self.most, self.fixed, self._among = request, most, fixed, among
         self._own = Acceptance(among.rate, _DECAY)
         self.rest = 0
-        """Tokens until guesses are considered again."""
+        """Tokens until the next attempt."""
         self.known = False
-        """Whether the drafter has its prompt."""
+        """Whether the drafter has run its prompt."""
         self.asked = 0
-        """Guesses that the next pass may have for it."""
+        """Drafts requested for the next pass."""
         self._wait, self._probed = PROBES[0], False
 
     @property
     def rate(self) -> float:
         return (self._own.right + _PRIOR * self._among.rate) / (self._own.tried + _PRIOR)
 
-    def verified(self, guessed: int, accepted: int) -> None:
-        self._own.verified(guessed, accepted)
+    def verified(self, drafted: int, accepted: int) -> None:
+        self._own.verified(drafted, accepted)
 
-    def offer(self, guesses: int, probe: int) -> int:
-        """Guesses for the next pass, where so many pay; where none do, `probe` of them now and then."""
-        if guesses or self.fixed:
+    def offer(self, drafts: int, probe: int) -> int:
+        """Drafts for the next pass: as many as pay (`drafts`), or where none do, `probe` of them at growing intervals."""
+        if drafts or self.fixed:
             self._wait, self._probed = PROBES[0], False
-            return guesses
+            return drafts
         self._probed = not self._probed and probe > 0
         if self._probed:
             return min(probe, self.most)
@@ -359,23 +356,23 @@ class Followed:
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds of a pass by its rows, prompts' excluded, and of drafting by the most guesses of one sequence: the mean of
-    the last readings without the slowest. What was not measured lies between what was; beyond the most rows that were,
-    a pass costs what those do, so it is tried once; from GUESSED_ROWS on it costs in proportion."""
+    """Measured seconds of a pass by its rows (none of prompts) and of drafting by the most drafts of one sequence: the
+    mean of the last readings without the slowest. Other sizes are interpolated. Beyond the largest measured size a pass
+    is assumed to cost the same, so that it is tried once; from GUESSED_ROWS on, its cost grows with the rows."""
 
     _read: dict[tuple[str, int], deque[float]] = field(default_factory=dict)
 
     def took(self, rows: int, seconds: float) -> None:
         self._note("pass", rows, seconds)
 
-    def drafted(self, guesses: int, seconds: float) -> None:
-        self._note("draft", guesses, seconds)
+    def drafted(self, drafts: int, seconds: float) -> None:
+        self._note("draft", drafts, seconds)
 
     def _note(self, what: str, n: int, seconds: float) -> None:
         self._read.setdefault((what, n), deque(maxlen=8)).append(seconds)
 
     def known(self, what: str) -> dict[int, float]:
-        """Means by rows of a `pass`, or by guesses of a `draft`."""
+        """Mean seconds by size: rows of a `pass`, or drafts of a `draft`."""
         found = {}
         for (of, n), readings in self._read.items():
             if of == what:
@@ -388,59 +385,61 @@ class Costs:
 
 
 class CostTable:
-    """Costs as they are known at one moment, for passes of `rows` rows and more. What a busy device took once is not
-    believed: a row more costs a plain pass more at most, and so does a guess."""
+    """A snapshot of Costs for passes of `rows` rows and more. Outliers of a busy device are bounded: one row more costs
+    at most one plain pass more, and so does one draft."""
 
     def __init__(self, passes: dict[int, float], drafts: dict[int, float], rows: int) -> None:
         self.passes, self.drafts, self.rows = passes, drafts, rows
         self.plain = 0.0
-        """Of a pass without guesses; 0: nothing is known of so few rows."""
+        """Seconds of a pass without drafts; 0: not measured."""
         if any(n <= rows for n in passes):
             self.plain = self._pass(rows)
 
     def _pass(self, rows: int) -> float:
         return _between(self.passes, rows) * max(1.0, rows / max(GUESSED_ROWS, *self.passes))
 
-    def of(self, rows: int, guesses: int) -> float:
-        """Of a pass of so many rows, and of drafting the most guesses of a sequence; 0 where `plain` is not known."""
+    def of(self, rows: int, drafts: int) -> float:
+        """Seconds of drafting and verifying; 0 where `plain` is not known."""
         if not self.plain:
             return 0.0
         verify = min(max(self._pass(rows), self.plain), self.plain * (1 + rows - self.rows))
-        return verify + min(self._draft(guesses), self.plain * guesses)
+        return verify + min(self._draft(drafts), self.plain * drafts)
 
-    def _draft(self, guesses: int) -> float:
-        if not self.drafts or not guesses:
+    def _draft(self, drafts: int) -> float:
+        if not self.drafts or not drafts:
             return 0.0
         least, most = min(self.drafts), max(self.drafts)
-        if guesses <= least:
-            return self.drafts[least] * guesses / least
+        if drafts <= least:
+            return self.drafts[least] * drafts / least
         each = (self.drafts[most] - self.drafts[least]) / (most - least) if most > least else self.drafts[most] / most
-        return _between(self.drafts, guesses) + max(0.0, each) * max(0, guesses - most)
+        return _between(self.drafts, drafts) + max(0.0, each) * max(0, drafts - most)
 
 
 def _between(table: Mapping[int, float], n: int) -> float:
-    """By the nearest that are known, of which one is not greater; as the greatest beyond it."""
+    """Linear interpolation; constant beyond the greatest key. Some key must be <= n."""
     below, above = max(k for k in table if k <= n), min((k for k in table if k >= n), default=0)
     if above <= below:
         return table[below]
     return table[below] + (n - below) / (above - below) * (table[above] - table[below])
 
 
-def expected(rate: float, guesses: int) -> float:
-    """Tokens of a pass that verifies so many guesses, each right with this rate where those before it are."""
-    return sum(rate**i for i in range(guesses + 1))
+def expected(rate: float, drafts: int) -> float:
+    """Expected tokens of a verification: each draft is accepted with `rate` if its predecessors are."""
+    return sum(rate**i for i in range(drafts + 1))
 
 
-def share(wanted: Sequence[tuple[float, int, bool]], room: int, costs: CostTable) -> list[int]:
-    """How many guesses each sequence gets in a pass that has `costs.rows` rows without any, and at most `room`: those that
-    give the most tokens in a second, all sequences together, first those that are likelier to be right. wanted: of each
-    its acceptance rate, its most guesses, and whether it always gets these."""
+def share(wanted: Sequence[tuple[float, int, bool]], max_rows: int, costs: CostTable) -> list[int]:
+    """Drafts of each sequence that maximise expected tokens per second of the whole pass, likeliest drafts first. The
+    pass has `costs.rows` rows without drafts and at most `max_rows` with them. wanted: (acceptance rate, limit, whether
+    the limit is fixed) of each sequence."""
     rows = costs.rows
     counts, tokens = [0] * len(wanted), float(rows)
-    room = min(room, max(rows + PROBE, 2 * max(costs.passes, default=room)))  # steps into what is not known are small
+    max_rows = min(
+        max_rows, max(rows + PROBE, 2 * max(costs.passes, default=max_rows))
+    )  # grow beyond measured sizes in small steps
     for i, (rate, most, fixed) in enumerate(wanted):
         if fixed:
-            counts[i] = min(most, max(0, room - rows))
+            counts[i] = min(most, max(0, max_rows - rows))
             tokens, rows = tokens + expected(rate, counts[i]) - 1, rows + counts[i]
 
     def speed() -> float:
@@ -451,7 +450,7 @@ def share(wanted: Sequence[tuple[float, int, bool]], room: int, costs: CostTable
     gains = [
         (-(rate**j), i, j) for i, (rate, most, fixed) in enumerate(wanted) if not fixed for j in range(1, most + 1)
     ]
-    for loss, i, j in sorted(gains)[: max(0, room - rows)]:
+    for loss, i, j in sorted(gains)[: max(0, max_rows - rows)]:
         counts[i], tokens, rows = j, tokens - loss, rows + 1
         if (now := speed()) > fastest:
             best, fastest = list(counts), now
@@ -459,19 +458,18 @@ def share(wanted: Sequence[tuple[float, int, bool]], room: int, costs: CostTable
 
 
 class Speculator:
-    """Before each pass of a scheduler: which sequences get how many guesses. A sequence with guesses does not run ahead of
-    the host, for its last token must be known before more are guessed; so all such sequences share one pass, and nothing
-    is submitted before the passes in flight have been read.
+    """Chooses drafts before each pass of a scheduler. A sequence with drafts does not run ahead of the host, because its
+    last token must be known first. So all such sequences share one pass, made after the passes in flight were read.
 
-    room: most rows of a pass whose tokens are chosen. k: guesses of a pass (None: by their worth). refused: told of a
-    request whose constraint fails. failed: told once why guessing ended, where a drafter failed. clock: seconds.
-    recordings: programs made so far for the passes that verify.
+    max_rows: most rows of a pass whose tokens are sampled. k: drafts per pass (None: from their worth). refused: called
+    for a request whose constraint fails. failed: called once where a drafter fails. clock: seconds. recordings: number of
+    programs recorded so far for verifying passes.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        room: int,
+        max_rows: int,
         k: int | None,
         sampling: SamplingState | None,
         refused: Callable[[Request, Exception], object],
@@ -480,31 +478,30 @@ class Speculator:
         recordings: Callable[[], int] = lambda: 0,
     ) -> None:
         self.drafter: Drafter | None = drafter
-        self.name, self.room, self.k, self.verified = drafter.name, room, k, 0
+        self.name, self.max_rows, self.k, self.verified = drafter.name, max_rows, k, 0
         self._sampling, self._refused, self._failed, self._clock = sampling, refused, failed, clock
         self._recordings = recordings
-        self._of: dict[Request, Followed] = {}
+        self._of: dict[Request, SpecState] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Forget what passes and guesses cost, and how often they were right."""
+        """Forget measured costs and acceptance."""
         self.costs, self.acceptance = Costs(), Acceptance()
-        # Of a draft model on the queue: since when, the most guesses, and the programs made until then (-1: not timed).
+        # Drafting in flight: begin, most drafts of a sequence, programs recorded until then (-1: not timed).
         self._drafting: tuple[float, int, int] | None = None
-        self._verifying: tuple[int, dict[Request, int]] = 0, {}  # the last pass with guesses, and how many of whom
-        self._followed = 0  # the pass behind which the next guesses are made
-        self._rest, self._wait = 0, PROBES[0]  # passes until a try where nobody's guesses pay; after the next one
-        self._seen = 0.0  # when the last pass had been read
+        self._verifying: tuple[int, dict[Request, int]] = 0, {}  # the last verifying pass, and its drafts
+        self._followed = 0  # the verifying pass after which `follow` queued drafts
+        self._rest, self._wait = 0, PROBES[0]  # passes until a probe while no drafts pay; then
+        self._seen = 0.0  # time at which the last pass was read
 
     @property
     def draft(self) -> DraftModel | None:
-        """The draft model whose passes are run."""
+        """The draft model, if there is one."""
         drafter = self.drafter.draft if isinstance(self.drafter, Replay) else self.drafter
         return drafter if isinstance(drafter, DraftModel) else None
 
     def prepare(self, scheduler: Scheduler) -> bool:
-        """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been
-        read."""
+        """Give the scheduler drafts for its next pass. False: passes in flight must be read first."""
         if self.drafter is None:
             return True
         if scheduler.in_flight == 1 and self._verifying[0] == scheduler.number:
@@ -522,48 +519,47 @@ class Speculator:
         return True
 
     def drafted(self, done: Pass) -> float:
-        """Before a pass is waited for: wait for the drafting on the same queue that it follows, if any; when that was
-        over."""
+        """Called before waiting for a pass: waits for the drafting before it on the queue. Returns its end, or 0."""
         begun, self._drafting = self._drafting, None
         model = self.draft
         if begun is None or model is None or done.outs == len(done.wanting):
             return 0.0
         try:
             model.wait()
-        except Exception as error:  # as where it is submitted
+        except Exception as error:  # as in `_propose`
             self._fail(error)
             return 0.0
         now = self._clock()
-        if self._programs() == begun[2]:  # else the host has recorded meanwhile
+        if self._programs() == begun[2]:  # else the host recorded a program meanwhile
             self.costs.drafted(begun[1], now - begun[0])
         return now
 
     def committed(self, done: Pass, news: Sequence[tuple[Request, int]], seconds: float) -> None:
-        """A pass has chosen so many tokens of each request, and took so long (0: it has taken what others will not)."""
+        """Note a committed pass: (request, new tokens), and its seconds (0: not representative)."""
         self._seen = self._clock()
         self._rest -= done.outs == len(done.wanting)
         wants = {run.seq: run.wants for run in done.runs}
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
             self.costs.took(done.rows, seconds)
         for request, n in news:
-            guesses, found = wants[request] - 1, self._of.get(request)
-            if guesses:
+            drafts, found = wants[request] - 1, self._of.get(request)
+            if drafts:
                 self.verified += 1
-                self.acceptance.verified(guesses, n - 1)
+                self.acceptance.verified(drafts, n - 1)
                 if found is not None:
-                    found.verified(guesses, n - 1)
+                    found.verified(drafts, n - 1)
                 if self.drafter is not None:
                     self.drafter.verified(request, n - 1)
             elif found is not None:
                 found.rest = max(0, found.rest - n)
 
     def end(self, request: Request) -> None:
-        """A request has ended: forget it."""
+        """Forget a request that has ended."""
         self._of.pop(request, None)
         if self.drafter is not None:
             try:
                 self.drafter.end(request)
-            except Exception as error:  # its device may be gone
+            except Exception as error:  # such as a lost device
                 self._fail(error)
 
     def close(self) -> None:
@@ -575,27 +571,27 @@ class Speculator:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _programs(self) -> int:
-        """Programs made so far for either model: nothing is timed while the host records."""
+        """Programs recorded so far for either model."""
         return self._recordings() + (0 if self.draft is None else self.draft.recordings)
 
-    def _follow(self, request: Request) -> Followed:
+    def _follow(self, request: Request) -> SpecState:
         found = self._of.get(request)
         if found is None:
             k = self.k if request.options.speculate is None else request.options.speculate
             if request.options.constraint is not None and self.draft is not None:
-                k = 0  # the constraint must hear of guesses, which the host does not read
-            found = self._of[request] = Followed(request, MOST if k is None else k, k is not None, self.acceptance)
+                k = 0  # a constraint must check drafts, and the host does not read them
+            found = self._of[request] = SpecState(request, MOST if k is None else k, k is not None, self.acceptance)
         return found
 
-    def _ask(self, scheduler: Scheduler, due: list[Followed], rows: int) -> list[Followed]:
-        """Those that get guesses in a pass of so many rows without any."""
+    def _ask(self, scheduler: Scheduler, due: list[SpecState], rows: int) -> list[SpecState]:
+        """Requests that get drafts in a pass that has so many rows without drafts."""
         costs, model = self.costs.table(rows), self.draft
-        shares = share([(f.rate, f.most, f.fixed) for f in due], self.room, costs)
+        shares = share([(f.rate, f.most, f.fixed) for f in due], self.max_rows, costs)
         behind = self._followed == scheduler.number and model is not None
-        quiet = not any(shares)  # nobody's guesses pay, so a try costs a pass of its own
+        quiet = not any(shares)  # a probe then costs a pass of its own
         tries = TRIES if rows < GUESSED_ROWS and not (quiet and self._rest > 0) else 0
         for f, k in zip(due, shares, strict=True):
-            if not costs.plain and not f.fixed:  # what a pass without guesses takes must be known
+            if not costs.plain and not f.fixed:  # the cost of a plain pass must be known first
                 f.asked = 0
                 continue
             f.asked = f.offer(k, PROBE if tries else 0)
@@ -610,18 +606,18 @@ class Speculator:
             self._rest, self._wait = self._wait, min(2 * self._wait, PROBES[1])
         return asked
 
-    def _propose(self, scheduler: Scheduler, asked: list[Followed]) -> bool:
-        """Whether there were any guesses."""
+    def _propose(self, scheduler: Scheduler, asked: list[SpecState]) -> bool:
+        """Ask the drafter; whether there are any drafts."""
         assert self.drafter is not None
         began = self._seen if self._followed == scheduler.number else self._clock()
         made = self._programs()
         try:
             found = self.drafter.propose({f.request: f.asked for f in asked})
-        except Exception as error:  # whatever another model's device or files raise: a text does not depend on guesses
+        except Exception as error:  # any failure of the drafter: the text does not depend on drafts
             self._fail(error)
             return False
         most = max(map(len, found.values()), default=0)
-        timed = most and self._programs() == made and all(f.known for f in asked)  # else it ran their prompts too
+        timed = most and self._programs() == made and all(f.known for f in asked)  # else it ran prompts too
         if self.draft is not None and self.draft.queues:
             self._drafting = (began, most, made if timed else -1) if most else None
         elif timed:
@@ -630,53 +626,53 @@ class Speculator:
             f.known = True
         given: dict[Request, int] = {}
         for f in asked:
-            if guesses := self._allowed(f.request, list(found.get(f.request, ()))[: f.asked]):
+            if drafts := self._allowed(f.request, list(found.get(f.request, ()))[: f.asked]):
                 _run_ahead(f.request, False)
-                scheduler.draft(f.request, guesses)
-                given[f.request] = len(guesses)
+                scheduler.draft(f.request, drafts)
+                given[f.request] = len(drafts)
             else:
                 f.rest = max(f.rest, PROBE)
         self._verifying = scheduler.number + 1, given
         return bool(given)
 
     def _follow_up(self) -> None:
-        """Let a draft model guess behind the pass in flight, which verifies its last guesses: so the device continues while
-        the host reads. Of requests that will not have ended by their length, as many as pay."""
+        """Queue the draft model's next passes after the verification in flight, so that the device works while the host
+        reads. Skips requests that may end by their length."""
         model, (number, given) = self.draft, self._verifying
         self._verifying = 0, {}  # once
         if model is None or not model.queues:
             return
         found = [
             self._of[request]
-            for request, guesses in given.items()
-            if request in self._of and request.slot is not None and request.last - len(request.ids) - guesses > 2
+            for request, drafts in given.items()
+            if request in self._of and request.slot is not None and request.last - len(request.ids) - drafts > 2
         ]
-        shares = share([(f.rate, f.most, f.fixed) for f in found], self.room, self.costs.table(len(found)))
+        shares = share([(f.rate, f.most, f.fixed) for f in found], self.max_rows, self.costs.table(len(found)))
         try:
             if model.follow({f.request: given[f.request] for f in found}, max(shares, default=0)):
                 self._followed = number
-        except Exception as error:  # as where it guesses
+        except Exception as error:  # as in `_propose`
             self._fail(error)
 
-    def _allowed(self, request: Request, guesses: Sequence[int]) -> tuple[int, ...]:
-        """Those that may be verified under the request's constraint."""
-        if request.options.constraint is None or self._sampling is None or not guesses:
-            return tuple(guesses)
+    def _allowed(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
+        """The leading drafts that the request's constraint allows."""
+        if request.options.constraint is None or self._sampling is None or not drafts:
+            return tuple(drafts)
         assert request.slot is not None
         try:
-            return self._sampling.allowed(request.slot, guesses)
-        except Exception as error:  # whatever somebody's constraint raises
+            return self._sampling.allowed(request.slot, drafts)
+        except Exception as error:  # any error of a user's constraint
             self._refused(request, error)
             return ()
 
     def _fail(self, error: Exception) -> None:
-        """Nobody guesses any more: what the drafter held is let go of at once."""
+        """Stop speculation and close the drafter."""
         drafter, self.drafter = self.drafter, None
-        said = f"{self.name}: {type(error).__name__}: {error}; no more tokens are guessed"
+        said = f"{self.name}: {type(error).__name__}: {error}; speculation has ended"
         try:
             if drafter is not None:
                 drafter.close()
-        except Exception as second:  # of a device that is gone already
+        except Exception as second:  # such as a lost device
             said += "" if str(second) == str(error) else f" (closing it: {type(second).__name__}: {second})"
         self._failed(said)
         for request in self._of:
@@ -684,7 +680,7 @@ class Speculator:
 
 
 def _run_ahead(request: Request, may: bool) -> None:
-    """Whether its next row may run before its last token is known."""
+    """Set whether the request's next row may run before its last token is known on the host."""
     may = may and request.options.constraint is None
     if request.ahead != may:
         request.ahead, request.steady = may, False
