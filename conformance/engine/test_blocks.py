@@ -271,7 +271,7 @@ def test_growing_is_whole_or_not_at_all():
     blocks = store(blocks=9, window=6, local=4)
     held, writes = blocks.held(), []
     assert not blocks.grow(held, 5, 0, writes) and not writes and held.size == 0
-    assert blocks.grow(held, 4, 0, writes) and blocks.room() == 0
+    assert blocks.grow(held, 4, 0, writes) and blocks.available() == 0
     blocks.check([held])
 
 

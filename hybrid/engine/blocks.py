@@ -259,7 +259,7 @@ class Blocks:
 
     # --- taking and giving -------------------------------------------------------------------------------------------
 
-    def room(self) -> int:
+    def available(self) -> int:
         """Blocks by which every group of a sequence can grow."""
         return min(p.available for p in self.pools)
 
@@ -267,7 +267,7 @@ class Blocks:
         """Hold n blocks in every group; False, and nothing done, where there are not enough."""
         start = held.size
         if n - start > 0:
-            if self.room() < n - start:
+            if self.available() < n - start:
                 return False
             for g, pool in enumerate(self.pools):
                 for i in range(start, n):

@@ -1,20 +1,18 @@
-"""The continuous-batching scheduler: which rows the next pass runs, of requests that come, go, wait and run out of
-blocks at any time.
+"""Continuous-batching scheduler: chooses the rows of the next pass.
 
-    scheduler.add(request)                at any time, as `cancel`
-    p = scheduler.schedule()              None where nothing can run now; the next one may be made while this one runs
-    ...                                   the device: p.writes, p.params, then p.runs
+    scheduler.add(request)                at any time, like `cancel`
+    p = scheduler.schedule()              None where nothing can run now; may be called while earlier passes run
+    ...                                   the device applies p.writes and p.params, then runs p.runs
     for request, n in scheduler.commit(p, tokens): ...
 
-Requests are served in the order of their arrival, higher priorities first; but none is overtaken more than
-`Limits.overtakes` times. Every request that decodes has its row in every pass, unless a smaller batch gives more tokens a
-second (`BatchCap`). Prompts share the rows that are left, in order; a part is kept for the next one. Where blocks run
-out, the last in order is preempted: it gives its blocks up, waits, and is run again from what the cache still holds. The
-first in order always goes on.
+Order: higher priority first, then arrival. No request is overtaken more than `Limits.overtakes` times. Each decoding
+request has a row in every pass, unless a smaller batch gives more tokens per second (`BatchCap`). Prompts share the
+remaining rows in order; a part is kept for the second one. Where blocks run out, the last request in order is preempted:
+it frees its blocks, waits, and starts again from the prefix cache. The first in order always makes progress.
 
-Passes run in the order in which they were made, each after all that came before has been written, so blocks are given
-again as soon as no later pass needs them. Rows of a pass are of one kind: they choose tokens, or read back logits, or
-hidden states (`Request.capture`); kinds take turns. Plain host code for one thread.
+Passes run in the order of `schedule`, each after the writes of the one before. So a block can be reused as soon as no
+later pass needs it. A pass is of one kind: it samples tokens, or reads back logits, or hidden states (`Request.capture`);
+kinds alternate. Plain host code for one thread.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ from hybrid.engine.blocks import Blocks, Write
 from hybrid.engine.request import Capture, Request
 from hybrid.engine.stats import Finish, TokenLogprob
 
-SHARE = 4  # of the rows for prompts, one of so many is kept for those behind the first
+SHARE = 4  # one in so many of the rows for prompts is kept for the second prompt
 CAPTURES: tuple[Capture | None, ...] = (None, "logits", "hidden")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """slots: sequences that run at a time. ctx: positions of a sequence. rows: most rows of a pass. mixed: most rows of a
-    pass in which a request decodes, so that its next token comes in time (None: rows). outs: most rows of a pass whose
-    logits are wanted (None: slots). logits, hidden: most rows of a pass that reads those back (0: rows). ahead: passes in
-    flight at most. overlap: whether they may overlap: a slot then changes hands only behind them. queue: requests that
-    wait at most. overtakes: later requests that may go before one that waits, whatever their priority."""
+    """slots: sequences that run at once. ctx: positions of a sequence. rows: most rows of a pass. mixed: the same where a
+    request decodes, which bounds its latency (None: rows). outs: most rows with logits (None: slots). logits, hidden: most
+    rows of a pass that reads those back (0: rows). ahead: most passes in flight. overlap: whether passes overlap on the
+    device; a freed slot is then reused only after them. queue: most waiting requests. overtakes: how often a waiting
+    request may be overtaken."""
 
     slots: int
     ctx: int
@@ -64,7 +62,7 @@ class Limits:
         for key in ("slots", "ctx", "ahead", "queue"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be positive, not {getattr(self, key)}")
-        for key in ("rows", "mixed", "outs"):  # one row of every request fits in every pass
+        for key in ("rows", "mixed", "outs"):  # every request can have a row in every pass
             found = getattr(self, key)
             if found is not None and found < self.slots:
                 raise ValueError(f"{key} must be at least the number of slots, {self.slots}, not {found}")
@@ -73,10 +71,9 @@ class Limits:
 
 
 class Run(NamedTuple):
-    """Consecutive rows of one sequence in a pass: those of `ids` from position `start` on, or, where ids is None, one row
-    that continues on the device with the token sampled last. wants: how many of its last rows want logits: 0 where the
-    prompt goes on, 1, or k + 1 where k drafts are verified. at: the position of its one row as the device finds it
-    (runner.FOLLOWS), `start` being the most that it may be."""
+    """Consecutive rows of one sequence in a pass: `ids` from position `start`, or (ids None) one row whose token the device
+    has sampled. wants: trailing rows with logits: 0 within a prompt, 1, or k + 1 for k drafts. at: a position word that
+    the device resolves (runner.FOLLOWS); `start` is then its upper bound."""
 
     seq: Request
     slot: int
@@ -88,9 +85,9 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One pass over the model. runs: those that decode first. writes: of block tables, before its rows. params: requests
-    that got their slot with this pass. released: slots that were given up since the pass before, some of them given
-    again. capture: what it reads back in place of choosing tokens."""
+    """One pass over the model. runs: decoding ones first. writes: block-table entries, applied before its rows. params:
+    requests that got a slot with this pass. released: slots freed since the pass before. capture: what it reads back
+    instead of sampling."""
 
     number: int
     runs: list[Run]
@@ -103,27 +100,26 @@ class Pass:
 
     @property
     def decodes(self) -> bool:
-        """Whether it has one row of each sequence, whose tokens are chosen."""
+        """Whether it has one row per sequence, each with logits."""
         return self.rows == self.outs == len(self.runs)
 
     @property
     def continues(self) -> bool:
-        """Whether every row continues on the device."""
+        """Whether the device has the token of every row."""
         return all([run[3] is None for run in self.runs])
 
     @property
     def context(self) -> int:
-        """Of the longest sequence, in positions."""
+        """Positions of the longest sequence."""
         return max(run.start + (1 if run.ids is None else len(run.ids)) for run in self.runs)
 
     @property
     def wanting(self) -> list[Run]:
-        """The runs of which a token is wanted."""
+        """The runs with logits."""
         return self.runs if self.outs == len(self.runs) == self.rows else [run for run in self.runs if run.wants]
 
     def check(self, tokens: int, counts: Sequence[int] | None) -> None:
-        """ValueError unless so many tokens, `counts` for each run that wants any (None: one each), are what the pass
-        can choose."""
+        """ValueError unless the pass can have so many tokens. counts: tokens of each run with logits (None: one each)."""
         wants = [run[4] for run in self.runs if run[4]]
         if counts is not None and (
             len(counts) != len(wants) or any(not 1 <= n <= w for n, w in zip(counts, wants, strict=True))
@@ -133,8 +129,7 @@ class Pass:
             raise ValueError(f"pass {self.number}: {tokens} tokens are not what its runs want")
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """int32: tokens [rows] (-1: the one sampled last on the device), positions [rows], slots [rows], and out_rows
-        [outs], the rows whose logits are wanted."""
+        """int32: tokens [rows] (-1: sampled on the device), positions [rows], slots [rows], out_rows [outs]."""
         rows, outs, first = np.empty((3, self.rows), np.int32), list[int](), 0
         for _, slot, start, ids, wants, at in self.runs:
             end = first + (1 if ids is None else len(ids))
@@ -150,38 +145,38 @@ class Pass:
 
 @dataclass(slots=True)
 class Counts:
-    """What a scheduler has done."""
+    """Totals of a scheduler."""
 
     passes: int = 0
     rows: int = 0
     prompt: int = 0
-    """Tokens of the prompts that were admitted."""
+    """Prompt tokens of admitted requests."""
     cached: int = 0
-    """Of these, tokens that the cache held."""
+    """Prompt tokens found in the prefix cache."""
     generated: int = 0
     drafted: int = 0
-    """Drafts that were verified; of these, `accepted`."""
+    """Verified drafts; `accepted` of them were right."""
     accepted: int = 0
     preemptions: int = 0
     recomputed: int = 0
-    """Rows that were run again after a preemption or a lost device."""
+    """Rows computed again after a preemption or a lost device."""
     finished: dict[str, int] = field(default_factory=dict)
 
 
 in_order = attrgetter("order")
 KEPT = 64
-"""Requests that have ended whose deadlines are kept in any case."""
+"""Ended requests whose deadlines may stay in the heap."""
 
 
 def remove(requests: list[Request], request: Request) -> None:
-    """Take a request out of a list that is in order."""
+    """Remove a request from an ordered list."""
     index = bisect_left(requests, request.order, key=in_order)
     assert requests[index] is request
     del requests[index]
 
 
 def length_at_end(request: Request, ctx: int, blocks: Blocks) -> int:
-    """The tokens that a sequence has at most, its prompt's included. ContextExceeded where it can never run so far."""
+    """Maximal length of a sequence, prompt included. ContextExceeded where the cache can never hold it."""
     if request.n_prompt + bool(request.limit) > ctx:
         raise ContextExceeded(
             f"a prompt of {request.n_prompt} tokens leaves no room in the context of {ctx}: "
@@ -199,9 +194,9 @@ def length_at_end(request: Request, ctx: int, blocks: Blocks) -> int:
     return last
 
 
-def has_room(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Request], request: Request) -> bool:
-    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run, all
-    of theirs, and every other one its next block. What is alone always fits (`length_at_end`)."""
+def has_blocks(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Request], request: Request) -> bool:
+    """Whether free blocks suffice for a request's known tokens beside the running ones: all known tokens of those within
+    their prompts, the next block of the others. A request alone always fits (`length_at_end`)."""
     if not running:
         return True
     whole = {request, *prompts}
@@ -209,7 +204,7 @@ def has_room(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Reque
         want = 0
         for s in (*running, request):
             assert s.held is not None
-            most = max(len(s.ids), s.last - 1)  # rows that it runs at most: the last token that is generated is not run
+            most = max(len(s.ids), s.last - 1)  # the last generated token is never run
             positions, rows = (min(len(s.ids) + 1, most), s.widest) if s in whole else (most, 1)
             need = pool.group.need(positions, blocks.block, rows)
             missing = max(0, need - (s.held.size - s.held.first[g]))
@@ -220,20 +215,20 @@ def has_room(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Reque
 
 
 class Queue:
-    """limits: queue, how many wait at most (beside those that are put back); overtakes, see `Limits`. clock: of
-    deadlines, in seconds."""
+    """Waiting requests. limits: `queue` (preempted requests do not count) and `overtakes`. clock: seconds, of
+    deadlines."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.requests: list[Request] = []
         """In order."""
         self._limits, self._clock = limits, clock
-        self._arrivals = self._back = 0  # _back: those that have run and wait again
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; of some that have ended too
-        self._stale = 0  # requests with a deadline that have ended since it was made
+        self._arrivals = self._back = 0  # _back: preempted ones
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; may hold ended requests
+        self._stale = 0  # ended requests in the heap
         self._ends: deque[float] = deque(maxlen=33)  # when requests ended
 
     def put(self, request: Request) -> None:
-        """A request that has come just now. QueueFull."""
+        """Add a new request. QueueFull."""
         if (fresh := len(self.requests) - self._back) >= self._limits.queue:
             raise QueueFull(fresh, self._until_one_ends())
         self._arrivals += 1
@@ -246,7 +241,7 @@ class Queue:
         insort(self.requests, request, key=in_order)
 
     def put_back(self, request: Request) -> None:
-        """One that has run and must wait again: where it was."""
+        """Add a preempted request at its old place."""
         insort(self.requests, request, key=in_order)
         self._back += 1
 
@@ -255,14 +250,14 @@ class Queue:
         self._back -= request.entered
 
     def take(self, request: Request) -> None:
-        """Remove one that begins; counts it for those who came earlier and still wait."""
+        """Remove a request that starts; counts overtaking."""
         remove(self.requests, request)
         waiting, late = self.requests, False
         self._back -= request.entered
         if not waiting or request.entered or request.order[:2] == waiting[0].order[:2] == waiting[-1].order[:2]:
-            return  # all are alike: in the order of their arrival
+            return  # all in order of arrival
         for other in waiting:
-            if other.number < request.number and not other.captured:  # else its reader keeps it waiting
+            if other.number < request.number and not other.captured:  # otherwise it waits for its own reader
                 other.overtaken += 1
                 if other.overtaken >= self._limits.overtakes and other.order[0]:
                     other.order, late = (0, 0, other.number), True
@@ -270,8 +265,7 @@ class Queue:
             waiting.sort(key=in_order)
 
     def late(self) -> list[Request]:
-        """Those whose deadline has passed, each once, whether they wait or run; some that have ended may be among
-        them."""
+        """Requests past their deadline, each once, waiting or running; may include ended ones."""
         found: list[Request] = []
         now = self._clock() if self._deadlines else 0.0
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -279,8 +273,8 @@ class Queue:
         return found
 
     def ended(self, request: Request) -> None:
-        """Note that a request has ended: how long others wait is guessed from that. Its deadline is forgotten when as
-        many have ended as have not, so that a server's memory does not hold the requests of its last minutes."""
+        """Note the end of a request, for estimates of waiting time. Drops ended requests from the heap once they are half
+        of it."""
         self._ends.append(self._clock())
         self._stale += request.deadline is not None
         if self._stale > KEPT and 2 * self._stale > len(self._deadlines):
@@ -289,39 +283,38 @@ class Queue:
             self._stale = 0
 
     def _until_one_ends(self) -> float:
-        """Seconds, by those that ended last."""
+        """Estimated seconds, from the last ends."""
         ends = self._ends
         return min(60.0, max(0.1, (ends[-1] - ends[0]) / (len(ends) - 1))) if len(ends) > 1 else 1.0
 
 
-GAIN = 0.02  # of tokens a second, at least, that taking turns is for
+GAIN = 0.02  # least relative gain in tokens per second for which sequences sit out
 SOON, OFTEN, RARELY = 16, 256, 4096
-"""Passes until the other way is tried: the first time, and, with twice as many after each try that changed nothing, at
-most."""
-TRY = 5  # passes of such a try, and readings that are kept, so that it leaves none of those before it
-ENOUGH = 3  # readings that a time is believed from
-# of the time of a pass: where it has changed by more since the last try, the other way's is not believed for long
+"""Passes until the other mode is probed: at first, then, and at most (doubled after each probe without a change)."""
+TRY = 5  # passes of a probe, and readings kept per size
+ENOUGH = 3  # readings that make a measurement
+# relative change of the step time after which the other mode is probed soon
 MOVED = 0.1
 
 
 @dataclass(slots=True)
 class _Pair:
-    """Two neighbouring numbers of rows that plans are made for."""
+    """State for two neighbouring batch buckets."""
 
     left: int = SOON
-    """Passes until the next try."""
+    """Passes until the next probe."""
     period: int = OFTEN // 2
     trying: int = 0
-    turns: bool = False
-    """Whether sequences took turns when the last try began."""
-    way: bool | None = None
-    """Whether they do now, and seconds of a pass when they began to, or at the last try."""
+    was_capped: bool = False
+    """Whether the batch was capped when the last probe began."""
+    capped: bool | None = None
+    """Whether it is capped now; `took`: seconds of a pass at the last change or probe."""
     took: float = 0.0
 
 
 class BatchCap:
-    """For the thread that makes passes. sizes: rows that decode passes have plans for, ascending. full: those of which
-    no row is left over on the device; passes of others cost nearly what the next larger of these do."""
+    """Caps the decode batch where the step time jumps. sizes: row counts of decode plans, ascending. full: those that fill
+    the device's tiles; others cost nearly as much as the next larger one."""
 
     def __init__(self, sizes: Sequence[int], full: Sequence[int]) -> None:
         self.sizes, self._full = tuple(sizes), frozenset(full)
@@ -330,37 +323,37 @@ class BatchCap:
         self._next = 0
 
     def took(self, rows: int, seconds: float) -> None:
-        """A pass that decoded one token of each of `rows` sequences took so long."""
+        """Note the seconds of a decode pass."""
         self._readings[self.sizes[bisect_left(self.sizes, rows)]].append(seconds)
 
     def fewer(self, n: int) -> int:
-        """Rows of a pass in which some of n sequences rest; 0: none may."""
+        """The next smaller bucket for n sequences; 0: no capping."""
         i = bisect_left(self.sizes, n)
         return 0 if n in self._full or not 0 < i < len(self.sizes) else self.sizes[i - 1]
 
     def pays(self, n: int) -> bool:
-        """Whether in the next pass, of n sequences that decode, some rest. Asked once for each pass: it counts them."""
+        """Whether capping pays for n decoding sequences. Called once per pass."""
         i = bisect_left(self.sizes, n)
         pair, whole, part = self._pairs[i], self._readings[self.sizes[i]], self._readings[self.sizes[i - 1]]
         known = min(len(whole), len(part)) >= ENOUGH
-        turns = known and self.sizes[i - 1] * median(whole) > (1 + GAIN) * n * median(part)
-        used = part if turns else whole
+        capped = known and self.sizes[i - 1] * median(whole) > (1 + GAIN) * n * median(part)
+        used = part if capped else whole
         now, pair.left = median(used) if used else 0.0, pair.left - 1
-        if pair.way is not turns:
-            pair.way, pair.took = turns, now
+        if pair.capped is not capped:
+            pair.capped, pair.took = capped, now
         elif abs(now - pair.took) > MOVED * pair.took > 0:
             pair.left, pair.period, pair.took = min(pair.left, SOON), OFTEN // 2, now
         if pair.left <= 0:
-            pair.period = OFTEN if turns != pair.turns else min(2 * pair.period, RARELY)
-            pair.left, pair.trying, pair.turns, pair.took = pair.period, TRY, turns, now
+            pair.period = OFTEN if capped != pair.was_capped else min(2 * pair.period, RARELY)
+            pair.left, pair.trying, pair.was_capped, pair.took = pair.period, TRY, capped, now
         if pair.trying:
             pair.trying -= 1
-            return not pair.turns
-        return turns
+            return not pair.was_capped
+        return capped
 
     def resting(self, running: Sequence[Request]) -> frozenset[Request]:
-        """Of running sequences, none within its prompt, those that the next pass leaves out: in turn, of the lowest
-        priority, at most every second of them; never the first in order."""
+        """Decoding sequences that sit the next pass out: round-robin among the lowest priority, at most half of them,
+        never the first in order."""
         none = frozenset[Request]()
         if not (most := self.fewer(len(running))):
             return none
@@ -374,8 +367,8 @@ class BatchCap:
 
 
 class Scheduler:
-    """clock: of deadlines, seconds. cap: where passes cost in steps. ready: whether a request may have its next rows now:
-    where the host takes part in choosing or reads rows back, it may not be so far."""
+    """clock: seconds, of deadlines. cap: caps decode batches. ready: whether the host is ready for a request's next rows:
+    its constraint's mask is there, or its captured rows were taken."""
 
     def __init__(
         self,
@@ -390,22 +383,22 @@ class Scheduler:
         self.max_writes = len(blocks.pools) * (
             limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block)
         )
-        """Of a pass."""
+        """Most block-table entries of a pass."""
         self.number = 0  # of the last pass
         self.running: list[Request] = []
         """In order."""
         self._queue = Queue(limits, clock)
-        self._prompts: list[Request] = []  # those of the running whose prompts are not scheduled whole
+        self._prompts: list[Request] = []  # running requests within their prompts
         self._flights: deque[Pass] = deque()
         self._slots = list(range(limits.slots - 1, -1, -1))  # free ones
-        self._cooling: deque[tuple[int, int]] = deque()  # (pass, slot): free when that pass has been committed
-        self._stuck: tuple[Request, int] | None = None  # a request that did not fit, and blocks.given at that time
-        self._captures = 0  # requests that read rows back and have not ended
+        self._cooling: deque[tuple[int, int]] = deque()  # (pass, slot): free once that pass is committed
+        self._stuck: tuple[Request, int] | None = None  # the request that did not fit, and blocks.given then
+        self._captures = 0  # open requests that read rows back
         self._kind: Capture | None = None  # of the last pass
-        self._writes: list[Write] = []  # of the next pass, so are these
+        self._writes: list[Write] = []  # of the next pass, like the following
         self._params: list[Request] = []
         self._released: list[int] = []
-        self._adopted = 0  # blocks that it takes from the cache
+        self._adopted = 0  # blocks taken from the prefix cache
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -415,16 +408,16 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        """Passes that have not been committed."""
+        """Uncommitted passes."""
         return len(self._flights)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do, and nothing to wait for."""
+        """Whether there is neither work nor a pass in flight."""
         return not (self._queue.requests or self.running or self._flights)
 
     def add(self, request: Request) -> None:
-        """Let a new request wait for its turn. QueueFull; ContextExceeded for one that would never fit."""
+        """Queue a new request. QueueFull; ContextExceeded, ValueError (spans) for one that never fits."""
         if request.held is not None:
             raise ValueError(f"request {request.id} has been added before")
         self._check_spans(request)
@@ -434,7 +427,7 @@ class Scheduler:
         self._captures += request.capture is not None
 
     def _check_spans(self, request: Request) -> None:
-        """ValueError for a span that may never fit into a pass beside the rows of all who decode."""
+        """ValueError for a span that may never fit into a pass beside a row of every other slot."""
         if not request.spans:
             return
         limits, kind = self.limits, request.capture
@@ -446,7 +439,7 @@ class Scheduler:
             )
 
     def cancel(self, request: Request, reason: Finish = "cancelled", error: BaseException | None = None) -> bool:
-        """End a request now, whatever of it is in flight. False where it has ended already."""
+        """End a request now; its passes in flight are ignored. False where it has ended already."""
         if not request.end(reason, error):
             return False
         if request.held is not None:
@@ -454,19 +447,18 @@ class Scheduler:
         return True
 
     def expire(self) -> list[Request]:
-        """End the requests whose deadline has passed."""
+        """End requests past their deadline."""
         return [request for request in self._queue.late() if self.cancel(request, "deadline")]
 
     def draft(self, request: Request, ids: Sequence[int]) -> None:
-        """Verify these tokens, which may come next, in the request's next row; fewer of them, or none, where there is no
-        room."""
+        """Verify these drafts with the request's next row; only as many as rows and blocks allow."""
         if request.ahead or request.pending:
-            raise ValueError("drafts are for a request with ahead=False, none of whose tokens is in flight")
+            raise ValueError("drafts need a request with ahead=False and no token in flight")
         request.drafts = tuple(ids)
 
     def resume(self, request: Request, ids: Sequence[int], last: int, position: int, pending: int = 0) -> None:
-        """Continue a request from these tokens until `last` are known or pending. Its cache holds `position` positions
-        of them and of the `pending` ones, which are chosen on the device."""
+        """Continue a request from these tokens up to length `last`. Its KV cache holds `position` positions, those of the
+        `pending` tokens on the device included."""
         request.ids, request.last = list(ids), last
         if request.slot is None:
             return
@@ -481,7 +473,7 @@ class Scheduler:
     # --- a pass ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Pass | None:
-        """The next pass; None where nothing can run before a pass has been committed, or before more requests come."""
+        """The next pass; None where nothing can run before a commit or a new request."""
         if len(self._flights) >= self.limits.ahead or not (self.running or self._queue.requests):
             return None
         for kind in self._kinds() if self._captures else (None,):
@@ -491,8 +483,8 @@ class Scheduler:
         return None
 
     def schedule_rows(self, rows: Sequence[tuple[Request, int | None, int | None]]) -> Pass | None:
-        """A pass of one row of each running request, whose token and position the device finds: (request, token word,
-        position word), see runner.FOLLOWS; (request, None, None): it continues. None where blocks are missing."""
+        """A pass with one row per request whose token and position the device resolves: (request, token word, position
+        word), see runner.FOLLOWS; (request, None, None): the token sampled last. None where blocks are missing."""
         if not all(self._grow(request, request.position + 1) for request, _, _ in rows):
             return None
         runs = []
@@ -504,8 +496,8 @@ class Scheduler:
         return self._made(runs, len(runs), None)
 
     def _kinds(self) -> list[Capture | None]:
-        """What the next pass may read back, first what the last one did not. One result is in flight at a time, unless
-        passes that overlap have tensors of their own for it."""
+        """Kinds in order of trial, the last pass's kind last. One capture is in flight at a time, unless overlapping passes
+        have separate result tensors."""
         at = CAPTURES.index(self._kind) + 1
         kinds = [*CAPTURES[at:], *CAPTURES[:at]]
         busy = not self.limits.overlap and any(p.capture for p in self._flights)
@@ -515,7 +507,7 @@ class Scheduler:
         runs, now, rows = list[Run](), self.number + 1, 0
         limit = self.limits.rows if kind is None else getattr(self.limits, kind) or self.limits.rows
         if self._prompts and self._prompts[0] is self.running[0] and self._prompts[0].capture == kind:
-            self._first_goes_on(self._prompts[0], now)
+            self._reserve_for_first(self._prompts[0], now)
         if kind is None:
             rows = self._decode(runs)
             if runs:
@@ -543,10 +535,9 @@ class Scheduler:
         counts: Sequence[int] | None = None,
         logprobs: Mapping[int, TokenLogprob] | None = None,
     ) -> list[tuple[Request, int]]:
-        """Take the tokens that the oldest pass in flight has chosen: for each run that wants any, `counts` of them (one
-        each; where drafts were verified, those accepted and the one after them). logprobs: by index of `tokens`. Returns
-        (request, how many of its ids are new) for each request that had not ended; one whose `finish` is set now has
-        given its slot and blocks back. Of a pass that reads rows back: nothing, and no tokens."""
+        """Take the tokens of the oldest pass in flight: for each run with logits `counts` of them (default one; after a
+        verification the accepted drafts and one more). logprobs: by index of `tokens`. Returns (request, new tokens) for
+        each open request; one that ends here has freed its slot and blocks. A capture pass has no tokens."""
         if not self._flights or self._flights[0] is not done:
             raise ValueError(
                 f"pass {done.number} is not the oldest in flight: commit passes in order, and none that was lost"
@@ -594,20 +585,20 @@ class Scheduler:
         return news
 
     def _verified(self, request: Request, n: int, wants: int) -> int:
-        """n tokens came of a pass that verified drafts; returns n."""
+        """Account for n tokens of a verification; returns n."""
         request.verified += 1
         request.drafted += wants - 1
         request.accepted += n - 1
         self.counts.drafted += wants - 1
         self.counts.accepted += n - 1
         if request.slot is not None:
-            request.position = len(request.ids) - 1  # rows of refused drafts are run again, with other tokens
+            request.position = len(request.ids) - 1  # rows of rejected drafts run again with other tokens
             self._seal(request, len(request.ids) - 1, self.number)
         return n
 
     def lose(self, cache: bool = True) -> None:
-        """The passes in flight have done nothing: forget them, and what they were to leave in the cache, or (cache) all
-        that it holds; every request starts again from the tokens that are known."""
+        """The passes in flight were aborted or lost. Drop them and the blocks that they were to fill, or (cache) all blocks;
+        every request restarts from its known tokens."""
         since = self._flights[0].number if self._flights else self.number + 1
         self._flights.clear()
         for request in reversed(list(self.running)):
@@ -619,7 +610,7 @@ class Scheduler:
         self.blocks.clear(0 if cache else since)
 
     def forget_tokens(self) -> None:
-        """Nobody reads the tokens of the passes in flight."""
+        """Forget the passes in flight without reading their tokens."""
         self._flights.clear()
         self._slots.extend(slot for _, slot in self._cooling)
         self._cooling.clear()
@@ -629,27 +620,27 @@ class Scheduler:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _decode(self, runs: list[Run]) -> int:
-        """A row of every sequence that decodes, and its drafts; returns how many."""
+        """Add a row of each decoding sequence, and its drafts; returns the rows."""
         rows, limits, spare = 0, self.limits, -1
         resting = self.cap.resting(self.running) if self.cap and not (self._prompts or self._queue.requests) else ()
-        for request in self.running:  # it loses its last ones where some are preempted
+        for request in self.running:  # preemption shortens the list
             if resting and request in resting:
                 continue
             position, pending = request.position, request.pending
             if request.steady and position < request.stop:
                 runs.append(
                     tuple.__new__(Run, (request, request.slot, position, None, 1, None))
-                )  # half of the time of Run(...)
+                )  # twice as fast as Run(...)
                 request.position, request.pending = position + 1, pending + 1
                 rows += 1
                 continue
             total = len(request.ids) + pending
             if position != total - 1 or total >= request.last or not self._may_choose(request):
                 continue
-            if spare < 0:  # rows for drafts: every request may want one
+            if spare < 0:  # rows for drafts, beside one per request
                 most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
                 spare = most - min(len(self.running) + self.waiting, limits.slots)
-                spare = 0 if any(s.spans for s in self._prompts) else spare  # a span needs the rows
+                spare = 0 if any(s.spans for s in self._prompts) else spare  # a span needs them
             drafts, request.drafts = (
                 request.drafts[: max(0, min(spare, request.last - total - 1))] if request.drafts else (),
                 (),
@@ -673,26 +664,26 @@ class Scheduler:
             self._prompts = [s for s in self._prompts if s.position < len(s.ids)]
         return rows
 
-    def _prefill(self, runs: list[Run], room: int, now: int, kind: Capture | None) -> int:
-        """Rows of prompts, in order, as long as there are any left; returns how many."""
+    def _prefill(self, runs: list[Run], budget: int, now: int, kind: Capture | None) -> int:
+        """Add rows of prompts in order, up to `budget`; returns the rows."""
         blocks, rows = self.blocks, 0
         prompts = [s for s in self._prompts if s.capture == kind] if self._captures else self._prompts
         for i, request in enumerate(prompts):
-            if rows == room:
+            if rows == budget:
                 break
             if not self._may_choose(request) or self._follow(request, now):
                 continue
             position, rest, held = request.position, request.rest, request.held
             assert request.slot is not None and held is not None
             behind = prompts[i + 1].rest if i + 1 < len(prompts) else 0
-            n = min(rest, room - rows - min((room - rows) // SHARE, behind), request.rows or rest)
+            n = min(rest, budget - rows - min((budget - rows) // SHARE, behind), request.rows or rest)
             if n < rest and not request.private and n > (cut := (position + n) % blocks.block):
-                n -= cut  # whole blocks: others that follow may take them
-            if request.spans and not (n := request.uncut(n, room - rows)):
+                n -= cut  # whole blocks, which other prompts may share
+            if request.spans and not (n := request.uncut(n, budget - rows)):
                 continue
             if position + n > request.until:
                 blocks.slide(held, position - request.rollback)
-                self._grow(request, min(position + n, (held.size + blocks.room()) * blocks.block))
+                self._grow(request, min(position + n, (held.size + blocks.available()) * blocks.block))
                 n = min(n, request.until - position)
                 if request.spans:
                     n = request.uncut(n, n)
@@ -708,20 +699,19 @@ class Scheduler:
             self._seal(request, position + n, now)
             if n == rest and kind is None:
                 request.pending, request.steady = 1, request.ahead
-                for end in (len(request.ids) - 1, len(request.ids)):  # asked again, its last row is run; continued
+                for end in (len(request.ids) - 1, len(request.ids)):  # found by the same prompt; by its continuation
                     blocks.anchor(held, end // blocks.block)
         self._prompts = [s for s in self._prompts if s.position < len(s.ids)]
         return rows
 
     def _may_choose(self, request: Request) -> bool:
-        """Whether the host, where it takes part in choosing or reads rows back, is ready for the sequence's next rows."""
+        """Whether the host is ready for the request's next rows."""
         if request.capture is not None:
             return self.ready(request)
         return request.ahead or (not request.pending and self.ready(request))
 
     def _follow(self, request: Request, now: int) -> bool:
-        """Let a prompt take the blocks that another sequence has computed meanwhile; whether that one computes the next
-        too."""
+        """Adopt blocks that another sequence has computed meanwhile. Returns whether its next block is being computed."""
         held, block = request.held, self.blocks.block
         assert held is not None and request.slot is not None
         if request.private or held.size * block != request.position:
@@ -737,7 +727,7 @@ class Scheduler:
         return coming
 
     def _adopt(self, request: Request, n: int) -> bool:
-        """Take n blocks from the cache; False where a pass would have to write too much of block tables."""
+        """Adopt n cached blocks; False where the pass has no space for their block-table entries."""
         held = request.held
         assert held is not None and request.slot is not None
         new = n - held.size
@@ -748,17 +738,17 @@ class Scheduler:
         request.position = request.until = request.found = n * self.blocks.block
         return True
 
-    # --- coming and going --------------------------------------------------------------------------------------------
+    # --- admission and preemption ------------------------------------------------------------------------------------
 
-    def _admit(self, room: int, now: int) -> None:
-        """Let those in that wait, in order, while there are slots, blocks and rows for them."""
+    def _admit(self, budget: int, now: int) -> None:
+        """Admit waiting requests in order while slots, blocks and rows last."""
         waiting = self._queue.requests
         while waiting:
             request = waiting[0] if not self._captures else next(filter(self._may_begin, waiting), None)
             if request is None or not (self._slots or (self._preempt_idle() and self._slots)):
                 return
             before = [s.rest for s in self._prompts if s.capture == request.capture]
-            if sum(before) >= room and len(before) != 1:
+            if sum(before) >= budget and len(before) != 1:
                 return
             if request.pending or not self._enter(request, now):
                 return
@@ -767,7 +757,7 @@ class Scheduler:
         return request.capture is None or self.ready(request)
 
     def _preempt_idle(self) -> bool:
-        """Preempt a request whose reader does not take what was read back; False where there is none."""
+        """Preempt a capture request whose reader is idle; False where there is none."""
         for request in reversed(self.running) if self._captures else ():
             if not self._may_begin(request) and not any(r.seq is request for p in self._flights for r in p.runs):
                 self._preempt(request)
@@ -775,8 +765,7 @@ class Scheduler:
         return False
 
     def _enter(self, request: Request, now: int) -> bool:
-        """Give a waiting sequence a slot and what the cache holds of it; False, and nothing done, where it would not
-        fit."""
+        """Give a waiting request a slot and its cached prefix; False, and nothing changed, where it does not fit."""
         blocks, held = self.blocks, request.held
         assert held is not None
         if self._stuck == (request, blocks.given):
@@ -786,7 +775,7 @@ class Scheduler:
             n, _ = blocks.match(held, request.ids, (len(request.ids) - 1) // blocks.block, now)
         request.slot, mark = self._slots[-1], len(self._writes)
         fits = self._begin(request) if request.start else self._adopt(request, n)
-        if not fits or not has_room(self.blocks, self.running, self._prompts, request):
+        if not fits or not has_blocks(self.blocks, self.running, self._prompts, request):
             blocks.release(held)
             if fits:
                 self._adopted -= n
@@ -807,7 +796,7 @@ class Scheduler:
         return True
 
     def _begin(self, request: Request) -> bool:
-        """Blocks for what counts as computed (`Request.start`), of layers with a window for what the next row sees."""
+        """Blocks for positions that count as computed (`Request.start`); in windowed layers only those in sight."""
         held = request.held
         assert held is not None and request.slot is not None
         n = request.start // self.blocks.block + 1
@@ -821,14 +810,14 @@ class Scheduler:
             assert request.held is not None
             self.blocks.seal(request.held, request.ids, positions, born)
 
-    def _first_goes_on(self, request: Request, now: int) -> None:
-        """The first in order, a prompt, has room for its next row, and for those that run with it, before those that
-        decode take theirs, whoever must go for it."""
+    def _reserve_for_first(self, request: Request, now: int) -> None:
+        """Give the first request in order, a prompt, blocks for its next row or span before the decoding ones, preempting
+        others if need be."""
         if not self._follow(request, now) and (end := request.together(request.position)) > request.until:
             self._extend(request, end)
 
     def _extend(self, request: Request, positions: int) -> bool:
-        """Blocks for so many positions, if need be of those behind it in order; False where it is the last itself."""
+        """Blocks for so many positions, preempting later requests; False where it is the last one itself."""
         while not self._grow(request, positions):
             last = self.running[-1]
             if last is request:
@@ -837,7 +826,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, positions: int) -> bool:
-        """Blocks for so many positions, if there are as many that nobody holds."""
+        """Blocks for so many positions, if enough are free."""
         held, block = request.held, self.blocks.block
         assert held is not None and request.slot is not None
         self.blocks.slide(held, request.position - request.rollback)
@@ -853,7 +842,7 @@ class Scheduler:
         self._park(request)
 
     def _park(self, request: Request) -> None:
-        """Let a running sequence wait, with nothing of its own but its tokens."""
+        """Put a running request back into the queue without slot and blocks."""
         self._leave(request, bool(request.pending and self._flights) or self._overlapped)
         if not self._flights:
             request.pending = 0
@@ -862,8 +851,7 @@ class Scheduler:
         self._queue.put_back(request)
 
     def _leave(self, request: Request, cool: bool) -> None:
-        """Take slot and blocks from a running sequence. cool: a pass in flight chooses a token in its slot, which is to
-        be read."""
+        """Free a running request's slot and blocks. cool: only after the passes in flight, which still use the slot."""
         assert request.slot is not None and request.held is not None
         request.reached = max(request.reached, request.position)
         self.blocks.release(request.held)
@@ -875,7 +863,7 @@ class Scheduler:
         else:
             self._slots.append(request.slot)
         self._released.append(request.slot)
-        if self._writes:  # of a pass that is not made yet
+        if self._writes:  # of the next pass
             self._writes = [w for w in self._writes if w[1] != request.slot]
         if request in self._params:
             self._params.remove(request)
@@ -883,11 +871,11 @@ class Scheduler:
 
     @property
     def _overlapped(self) -> bool:
-        """Whether a pass in flight may still read the tables of a slot that is given up now."""
+        """Whether a pass in flight may still read the block table of a slot freed now."""
         return self.limits.overlap and bool(self._flights)
 
     def _ended(self, request: Request) -> None:
-        """A request has its `finish`: give up what it has."""
+        """Free what an ended request holds."""
         reason = str(request.finish)
         self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
         self._captures -= request.capture is not None
