@@ -416,7 +416,7 @@ def test_a_request_may_ask_for_what_a_model_decides(tmp_path: Any) -> None:
     for loaded, said in (
         ("auto", ""),
         (2, "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'"),
-        (0, "loaded without guesses: load it with draft= or speculate="),
+        (0, "loaded without speculation: load it with draft= or speculate="),
     ):
         with hybrid.load(file, "cpu", ctx=32, speculate=loaded) as model:
             ways: list[Any] = [

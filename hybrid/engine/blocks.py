@@ -1,21 +1,19 @@
-"""Blocks of the KV cache: who holds them, which prefixes can be found in them again, which go first when room is
-needed.
+"""KV blocks: reference counts, the prefix cache, and eviction.
 
-Every group of layers has a pool of physical blocks of its own. A block is held (counted once for each sequence whose
-table names it), idle (held by nobody, but found again by its tokens) or free. Layers with a window hold blocks like all
-others and give up those behind the window.
+Every group of layers has its own pool of physical blocks. A block is held (reference count > 0), idle (unreferenced, but
+in the prefix cache) or free. Layers with a window hold blocks like others and free those behind the window.
 
 A full block is found by its key, a hash of its tokens chained to the key of the block before, so that a key stands for
 everything up to the block's end. A prefix of n blocks can be reused where all n are there in groups that see the whole
 context, and the window before position n * block in the others. Whole blocks only: a block that is still written to has
 one holder.
 
-Idle blocks go by rank, within a rank the least recently used first (a branch from its end):
+Idle blocks are evicted by rank, within a rank least recently used first (a branch from its end):
 
-    0  passed by a window somewhere in the middle of a branch
-    1  the last window of a prompt or of a branch; and all blocks of groups that see the whole context
+    0  freed by a window in the middle of a branch
+    1  the last window of a prompt or of a branch; all blocks of groups that see the whole context
 
-Plain host code for one thread; which device memory a block's number means is the engine's business.
+Plain host code for one thread.
 """
 
 from __future__ import annotations
@@ -66,9 +64,8 @@ def groups_of(cache: CacheShape) -> tuple[Group, ...]:
 
 @dataclass(slots=True)
 class Held:
-    """The blocks of one sequence. tables: for each group, the block of each `block` positions; entries below `first`
-    are given up. sealed: leading blocks that have a key in the cache, or had one that was there already. content, spans:
-    Request's."""
+    """The blocks of one sequence. tables: by group, its block table; entries below `first` are freed. sealed: leading
+    blocks with a key in the prefix cache. content, spans: as in Request."""
 
     tables: list[list[int]]
     first: list[int]
@@ -91,7 +88,7 @@ class Pool:
         self.refs = [0] * n
         self.keys: list[bytes | None] = [None] * n
         self.born = [0] * n
-        """The pass that completes a block with a key: later ones may read it."""
+        """The pass that fills a keyed block; later passes may read it."""
         self.rank = [0] * n
         self.by_key: dict[bytes, int] = {}
         self.free = list(range(n - 1, -1, -1))
@@ -99,7 +96,7 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """Blocks that `Blocks.take` can give."""
+        """Free and evictable blocks."""
         return len(self.free) + sum(map(len, self.idle))
 
     @property
@@ -107,14 +104,14 @@ class Pool:
         return self.group.blocks - self.available
 
     def hold(self, block: int) -> None:
-        """One holder more of a block that has a key."""
+        """Add a reference to a keyed block."""
         if not self.refs[block]:
             for idle in self.idle:
                 idle.pop(block, None)
         self.refs[block] += 1
 
     def drop(self, block: int, rank: int) -> None:
-        """One holder less."""
+        """Drop a reference."""
         self.refs[block] -= 1
         if not self.refs[block]:
             if self.keys[block] is None:
@@ -123,12 +120,12 @@ class Pool:
                 self.idle[rank][block] = None
 
     def name(self, block: int, key: bytes, born: int) -> None:
-        """Let a held block be found by its key from the pass after `born` on; one that has the key already stays it."""
+        """Enter a held block into the prefix cache for passes after `born`, unless the key is taken."""
         if key not in self.by_key:
             self.by_key[key], self.keys[block], self.born[block] = block, key, born
 
     def forget(self, key: bytes) -> None:
-        """Let nobody find this key any more; its block is free if nobody holds it."""
+        """Remove a key from the prefix cache; frees an unreferenced block."""
         block = self.by_key.pop(key, None)
         if block is None:
             return
@@ -140,30 +137,28 @@ class Pool:
 
 
 def _content(held: Held, ids: Sequence[int], begin: int, end: int) -> bytes:
-    """What the cache's rows `begin` to `end` depend on beyond the blocks before: their tokens, or the content that an id
-    stands for, and all of the spans that they are in, which may end later."""
+    """What KV rows `begin` to `end` depend on beyond earlier blocks: their tokens or content keys, and the whole of every
+    span that overlaps them."""
     spans = [(a, b) for a, b in held.spans if a < end and b > begin]
     words = [held.content.get(i, i) for i in ids[begin : max([end, *(b for _, b in spans)])]]
     if not spans and words == list(ids[begin:end]):
-        return array("i", words).tobytes()  # as of a sequence of tokens alone
+        return array("i", words).tobytes()  # the key of plain tokens
     return array("q", [*words, *(word for span in spans for word in span)]).tobytes()
 
 
 class Blocks:
-    """All groups of one engine. block: positions of a block. salt: what else the bits in a block depend on, such as the
-    model's identity; other salts find nothing of each other. reuse: whether prefixes are found at all."""
+    """All groups of one engine. block: positions of a block. salt: separates caches of different models. reuse: whether the
+    prefix cache is on."""
 
     def __init__(self, groups: Sequence[Group], block: int, salt: bytes = b"", reuse: bool = True) -> None:
         if not groups or block < 1:
             raise ValueError(f"a cache needs a group of layers and a positive block, not {groups} and {block}")
-        self.pools = [
-            Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)
-        ]  # groups that see everything come first
+        self.pools = [Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)]  # full-context groups first
         self.block, self.reuse = block, reuse
         self.evictions = 0
-        """Blocks with a key that were taken for other tokens."""
+        """Evicted blocks."""
         self.given = 0
-        """Grows whenever blocks are given up: what did not fit may fit then."""
+        """Counts frees: a request that did not fit may fit after one."""
         self._root = blake2b(salt, digest_size=16).digest()
 
     @property
@@ -172,21 +167,21 @@ class Blocks:
 
     @property
     def used(self) -> dict[str, int]:
-        """Blocks that sequences hold, of each group."""
+        """Referenced blocks by group."""
         return {p.group.name: p.used for p in self.pools}
 
     @property
     def free(self) -> dict[str, int]:
-        """Blocks that can be taken, those with idle prefixes included."""
+        """Free and evictable blocks by group."""
         return {p.group.name: p.available for p in self.pools}
 
     @property
     def cached(self) -> dict[str, int]:
-        """Blocks that a prefix may find, held or idle."""
+        """Keyed blocks by group."""
         return {p.group.name: len(p.by_key) for p in self.pools}
 
     def held(self, content: Mapping[int, int] | None = None, spans: Sequence[tuple[int, int]] = ()) -> Held:
-        """For a sequence that holds nothing yet."""
+        """Block tables of a new sequence."""
         return Held([[] for _ in self.pools], [0] * len(self.pools), content=content or {}, spans=spans)
 
     # --- finding prefixes --------------------------------------------------------------------------------------------
@@ -205,11 +200,10 @@ class Blocks:
         return keys[index]
 
     def match(self, held: Held, ids: Sequence[int], most: int, now: int) -> tuple[int, bool]:
-        """(the largest n, at most `most`, such that blocks held.size to n need not be computed; whether pass `now`
-        computes the one after them for another sequence). held.size if there is none. `held` has computed all that it
-        holds."""
+        """(n, coming): the sequence's first n blocks (at most `most`, at least held.size) are computed or cached; coming:
+        whether pass `now` computes the next one for another sequence."""
         start, block = held.size, self.block
-        runs = [start] * len(self.pools)  # of each group: blocks that are there, without a gap, up to the one looked at
+        runs = [start] * len(self.pools)  # by group: consecutive cached blocks up to i
         best, coming = start, False
         for i in range(start, most if self.reuse else start):
             key = self.key(held, ids, i)
@@ -225,7 +219,7 @@ class Blocks:
         return best, coming
 
     def adopt(self, held: Held, n: int, slot: int, writes: list[Write]) -> None:
-        """Hold what `match` found: the sequence's first n blocks then need not be computed."""
+        """Reference the cached blocks that `match` found, up to block n."""
         start = held.size
         for g, pool in enumerate(self.pools):
             table, first = held.tables[g], pool.group.first(n * self.block, self.block)
@@ -240,7 +234,7 @@ class Blocks:
         held.sealed = n
 
     def seal(self, held: Held, ids: Sequence[int], positions: int, born: int) -> None:
-        """Let the blocks among the first `positions`, whose tokens are known, be found by passes after `born`."""
+        """Enter the full blocks below `positions` into the prefix cache for passes after `born`."""
         for i in range(held.sealed, positions // self.block):
             key = self.key(held, ids, i)
             for g, pool in enumerate(self.pools):
@@ -249,7 +243,7 @@ class Blocks:
             held.sealed = i + 1
 
     def anchor(self, held: Held, n: int) -> None:
-        """Evict the window before block n late: a prompt ends there, and may be asked again, or a branch."""
+        """Give the window before block n a late eviction rank: a prompt or a branch ends there."""
         if not 0 < n <= held.sealed:
             return
         for g, pool in enumerate(self.pools):
@@ -257,14 +251,14 @@ class Blocks:
                 block = held.tables[g][i]
                 pool.rank[block] = RANKS - 1
 
-    # --- taking and giving -------------------------------------------------------------------------------------------
+    # --- allocating and freeing --------------------------------------------------------------------------------------
 
     def available(self) -> int:
-        """Blocks by which every group of a sequence can grow."""
+        """Blocks that every group can still allocate."""
         return min(p.available for p in self.pools)
 
     def grow(self, held: Held, n: int, slot: int, writes: list[Write]) -> bool:
-        """Hold n blocks in every group; False, and nothing done, where there are not enough."""
+        """Grow to n blocks in every group; False, and nothing changed, where there are too few."""
         start = held.size
         if n - start > 0:
             if self.available() < n - start:
@@ -277,8 +271,8 @@ class Blocks:
         return True
 
     def begin(self, held: Held, n: int, position: int, slot: int, writes: list[Write]) -> bool:
-        """Hold n blocks from nothing, of layers with a window those alone that a row at `position` sees; False, and nothing
-        done, where there are not enough."""
+        """Allocate n blocks for a new sequence whose next row is at `position`; in windowed groups only those in sight.
+        False, and nothing changed, where there are too few."""
         firsts = [p.group.first(position, self.block) for p in self.pools]
         if any(p.available < n - first for p, first in zip(self.pools, firsts, strict=True)):
             return False
@@ -291,13 +285,13 @@ class Blocks:
         return True
 
     def slide(self, held: Held, position: int) -> None:
-        """Give up what no row from `position` on sees."""
+        """Free blocks out of sight of rows from `position` on."""
         for g, pool in enumerate(self.pools):
             if pool.group.window:
                 self._pass(held, g, min(pool.group.first(position, self.block), held.size))
 
     def release(self, held: Held) -> None:
-        """Give up everything. The keys stay: the sequence may come back."""
+        """Free all blocks; their keys stay in the prefix cache."""
         self.anchor(held, held.sealed)
         for g, pool in enumerate(self.pools):
             table = held.tables[g]
@@ -311,13 +305,13 @@ class Blocks:
         self.given += 1
 
     def clear(self, since: int = 0) -> None:
-        """Forget every prefix that pass `since` or a later one completed: what those left on the device is lost."""
+        """Remove keys of blocks filled by pass `since` or later."""
         for pool in self.pools:
             for key in [key for key, block in pool.by_key.items() if pool.born[block] >= since]:
                 self._forget(pool, key)
 
     def _pass(self, held: Held, g: int, first: int) -> None:
-        """Give up a group's blocks before `first`."""
+        """Free a group's blocks before `first`."""
         pool, table = self.pools[g], held.tables[g]
         for i in range(held.first[g], first):
             pool.drop(table[i], pool.rank[table[i]])
@@ -327,7 +321,7 @@ class Blocks:
             self.given += 1
 
     def _take(self, pool: Pool) -> int:
-        """A block for new tokens: a free one, else the idle one that goes first."""
+        """A free block, else the first evictable one."""
         if not pool.free:
             block = next(iter(next(idle for idle in pool.idle if idle)))
             key = pool.keys[block]
@@ -339,7 +333,7 @@ class Blocks:
         return block
 
     def _forget(self, pool: Pool, key: bytes) -> None:
-        """A key of one group; without its block in a group that sees everything, those of other groups serve nobody."""
+        """Evict a key: from its group, and from all groups if that one sees the whole context."""
         for other in [pool] if pool.group.window else self.pools:
             other.forget(key)
 

@@ -1,6 +1,6 @@
-"""What a caller holds of a request: an iterator, an asynchronous iterator, a result. Any number of readers, each from the
-beginning, from threads or asyncio. A reader that stops reading holds nobody up: events wait in host memory, at most one
-for each token. A handle that nobody holds any more cancels its request."""
+"""The caller's handle of a request: iterator, async iterator, result. Any number of readers, each from the beginning, in
+threads or asyncio. A slow reader blocks nothing: events wait in host memory, at most one per token. Dropping the handle
+cancels its request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from hybrid.engine.runner import OF_ONE
 
 
 class Handle:
-    """A submitted request. Iterating (also with `async for`) gives pieces of text, `events` and `aevents` every token;
-    `result` waits for the whole. A request that failed raises its error in all of them. step: runs a step of the engine;
-    then whoever iterates runs the passes (None: a thread does)."""
+    """Iterating (also `async for`) yields text, `events` and `aevents` yield tokens, `result` waits for the end. All raise
+    the error of a failed request. step: runs one engine step in the reader's thread (None: the engine has a thread)."""
 
     def __init__(self, request: Request, step: Callable[[], object] | None = None) -> None:
         self.request, self._step = request, step
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text as they come; joined they are `Completion.text`."""
+        """Pieces of text; joined they are `Completion.text`."""
         return (e.text for e in self.events() if e.text)
 
     def __aiter__(self) -> AsyncIterator[str]:
@@ -35,8 +34,8 @@ class Handle:
                 yield event.text
 
     def events(self) -> Iterator[Event]:
-        """Every event from the first on, as it comes."""
-        at = 0  # a generator of this method: while it is held, so is the handle
+        """Every event from the first on."""
+        at = 0  # the generator keeps the handle alive
         while True:
             fresh, ended = self.request.news(at)
             at += len(fresh)
@@ -74,25 +73,24 @@ class Handle:
             raise self.request.error
 
     def news(self, at: int) -> tuple[list[Event], bool]:
-        """Events from the `at`-th on, without waiting, and whether no more will come: then `result` has the end."""
+        """Events from the `at`-th on, without waiting, and whether they are all."""
         return self.request.news(at)
 
     def watch(self, mark: asyncio.Event) -> None:
-        """Have a mark of the running event loop set when there is news: one mark may watch many handles."""
+        """Set `mark` on every later event, in the running event loop; one mark may watch many handles."""
         self.request.watch(mark)
 
     @property
     def done(self) -> bool:
-        """Has it ended, whatever the reason?"""
+        """Whether it has ended."""
         return self.request.finish is not None
 
     def cancel(self) -> None:
-        """End it before its next pass (finish `cancelled`); nothing happens where it has ended."""
+        """End it before its next pass (finish `cancelled`). No effect after its end."""
         self.request.cancel()
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Waits for the end. TimeoutError after `timeout` seconds (the request goes on); the error of a request that
-        failed."""
+        """Wait for the result. TimeoutError after `timeout` seconds (the request continues); the request's own error."""
         until = None if timeout is None else time.monotonic() + timeout
         while self.request.finish is None:
             left = 1.0 if until is None else min(1.0, until - time.monotonic())
@@ -114,13 +112,12 @@ class Handle:
 
     def __del__(self) -> None:
         if self.request.finish is None:
-            self.request.cancel()  # nobody can read it any more
+            self.request.cancel()  # no reader is left
 
 
 def outcomes(requests: Iterable[Callable[[], Handle]]) -> Iterator[Completion | Exception]:
-    """What each request became, in their order: its completion, or what was wrong with it (OF_ONE; any other error is the
-    device's, is raised, and cancels the rest). As many are submitted as the queue takes. Whoever drops the iterator
-    cancels the rest."""
+    """The completion or error of each request, in order. Errors of the device (not in OF_ONE) are raised and cancel the
+    rest. Submits as many as the queue takes. Dropping the iterator cancels the rest."""
     running = deque[Handle | Exception]()
 
     def outcome(of: Handle | Exception) -> Completion | Exception:
@@ -141,7 +138,7 @@ def outcomes(requests: Iterable[Callable[[], Handle]]) -> Iterator[Completion | 
                     running.append(error)
                     break
                 except QueueFull:
-                    if not running:  # others fill the queue
+                    if not running:  # other clients fill the queue
                         raise
                     yield outcome(running.popleft())
         while running:

@@ -1,12 +1,10 @@
-"""The engine: requests, the step loop that runs them, its thread and its lock.
+"""Engine step loop, its thread and its lock.
 
-    submit -> arrived -> the scheduler: waits, runs in passes together with others, is preempted, ends -> events throughout
-
-A step takes in what has arrived, submits the passes that the scheduler makes, waits for the oldest one, takes its tokens,
-submits the next pass, and wakes the readers. Requests of `submit` are run by one thread, those of `generate` by whoever
-reads them; a pass has rows of all, whoever runs it. Who runs a step holds the engine's lock, which is given in the order
-in which threads asked; Ctrl-C waits for it except where the device is at work. What goes wrong with one request ends that
-one; what goes wrong with the device ends all of them. The thread ends after a while without work.
+A step admits new requests, submits the scheduler's passes, waits for the oldest one, takes its tokens, submits the next
+pass, and wakes readers. A thread runs the steps for `submit`; the reader's thread runs them for `generate`. Passes have
+rows of all requests in both cases. The thread that runs a step holds the engine's lock, a fair one; Ctrl-C waits for it,
+except during device waits. An error of a request ends that request; an error of the device ends all. The thread ends
+after some seconds without work.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ from hybrid.planning.passes import MATRIX_BUCKETS
 from hybrid.spec.schedule import Schedule
 
 QUEUE = 1024
-"""Requests that may wait, unless told otherwise."""
-IDLE = 5.0  # seconds without work after which the thread ends; the next request begins another
-RECHECK = 0.005  # seconds until requests that wait for their constraint are looked at again
+"""Default limit of waiting requests."""
+IDLE = 5.0  # seconds without work after which the thread ends; the next request starts a new one
+RECHECK = 0.005  # seconds between looks at constraints that are not ready
 JOIN = 600.0  # seconds that closing waits for the thread's last pass
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -49,9 +47,8 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """One checkpoint on one device, for up to `config.slots` sequences at a time.
 
-    schedule: another than the shipped one of the checkpoint's family. clock: notes what loading takes. queue: requests
-    that may wait. check: raises where the model cannot be used (closed, device lost). Closes neither the checkpoint nor
-    the device. Callable from every thread.
+    schedule: default: the family's. clock: times loading. queue: most waiting requests. check: raises where the model
+    cannot be used (closed, device lost). Closes neither the checkpoint nor the device. Thread-safe.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class Engine:
         self.config, self.target, self.cache, self.sizes = runner.config, runner.target, runner.cache, runner.sizes
         self.lock = EngineLock()
         cap = BatchCap(self.sizes.decode, MATRIX_BUCKETS)
-        steps = device.has("f16_matrices") and len(self.sizes.decode) > 1  # a pass costs by its plan's rows
+        steps = device.has("f16_matrices") and len(self.sizes.decode) > 1  # a pass costs as much as its bucket
         self.queue(queue)
         self.scheduler = Scheduler(
             runner.blocks,
@@ -81,37 +78,37 @@ class Engine:
         )
         self.speculator: Speculator | None = None
         self.waited = 0.0
-        """Seconds that steps have waited for passes and read their tokens."""
-        # Guarded by this; who holds it takes no other lock. The rest is of who holds the engine's lock.
+        """Total seconds of waiting for passes and reading their tokens."""
+        # Guards the following; its holder takes no other lock. The engine's lock guards the rest.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._requests: dict[int, Request] = {}  # by number, all that have not ended
+        self._requests: dict[int, Request] = {}  # open requests by number
         self._arrived: list[Request] = []
-        self._in_background = 0  # requests that the thread runs
-        self._driven: set[int] = set()  # numbers of the others
-        self._timed = False  # whether one ever had a deadline
+        self._in_background = 0  # open requests of `submit`
+        self._driven: set[int] = set()  # numbers of the requests of `generate`
+        self._timed = False  # whether any request had a deadline
         self._number = self._refusals = 0
         self._closed: BaseException | None = None
         self._woken = False
         self._finished: dict[str, int] = {}
-        self._ends: deque[float] = deque(maxlen=33)  # when the last requests ended
+        self._ends: deque[float] = deque(maxlen=33)  # times of the last ends
 
         self._flights: deque[Flight] = deque()
-        self._news: list[Request] = []  # whose readers are still to be woken
+        self._news: list[Request] = []  # requests with new events
         self._wakeups = Wakeups()
-        self._read = 0.0  # when the last pass had been waited for
-        self._recorded = self.counters.recordings  # programs at that time
+        self._read = 0.0  # time of the last read
+        self._recorded = self.counters.recordings  # recordings at that time
         _open.add(self)
 
     def queue(self, most: int) -> None:
-        """Let so many requests wait. ValueError."""
+        """Set the limit of waiting requests. ValueError."""
         if not isinstance(most, int) or most < 1:
             raise ValueError(f"queue must be a positive integer, the requests that may wait, not {most!r}")
         self._queue = most
 
     def speculate(self, drafter: Drafter, k: int | None) -> None:
-        """Guess the next tokens: k of a pass, or (None) as many as pay."""
+        """Turn speculation on: k drafts per pass, or (None) as many as pay."""
         most = self.sizes.wants[-1]
         self.speculator = Speculator(
             drafter,
@@ -126,7 +123,7 @@ class Engine:
     # --- from any thread ---------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], options: Options | None = None) -> Handle:
-        """Put a request into the queue; a thread runs it. ValueError, ContextExceeded (the prompt), QueueFull."""
+        """Queue a request for the engine's thread. ValueError, ContextExceeded (the prompt), QueueFull."""
         request = self.request(prompt, options)
         with self._changed:
             self._check_open()
@@ -141,11 +138,11 @@ class Engine:
         return Handle(request)
 
     def generate(self, prompt: Sequence[int], options: Options | None = None) -> Handle:
-        """As `submit`, for a caller that runs the passes itself while it reads. Waits for a place in the queue."""
+        """As `submit`, but the reader runs the steps. Waits for a place in the queue."""
         return self.drive(self.request(prompt, options))
 
     def drive(self, request: Request) -> Handle:
-        """A handle whose reader runs the passes of a request."""
+        """Queue a request whose reader runs the steps."""
         with self._changed:
             self._check_open()
             self._put(request)
@@ -159,12 +156,11 @@ class Engine:
         content: Mapping[int, int] | None = None,
         spans: Sequence[tuple[int, int]] = (),
     ) -> Request:
-        """ValueError for what cannot be, ContextExceeded for a prompt that leaves no room for a token. content, spans:
-        Request's."""
+        """A checked request; content, spans: see Request. ValueError; ContextExceeded for a prompt that fills the context."""
         options = options or Options()
         options.check(self.target.n_tokens)
         if options.speculate and self.speculator is None:
-            raise ValueError("speculate: the model was loaded without guesses: load it with draft= or speculate=")
+            raise ValueError("speculate: the model was loaded without speculation: load it with draft= or speculate=")
         made = Request(0, prompt, options, tokenizer=self.tokenizer, content=content, spans=spans)
         self._check_prompt(made, 1)
         return made
@@ -175,10 +171,10 @@ class Engine:
         check_prompt(request.ids, vocab, self.cache.ctx, more, request.content, runner.rows)
         if request.spans and not runner.spans:
             name = self.target.schedule.schedule.name
-            raise ValueError(f"schedule {name} has no step row_views: no row sees what comes after it")
+            raise ValueError(f"schedule {name} has no step row_views, which bidirectional spans need")
 
     def _put(self, request: Request) -> None:
-        length_at_end(request, self.cache.ctx, self.runner.blocks)  # ContextExceeded where it would never fit
+        length_at_end(request, self.cache.ctx, self.runner.blocks)  # ContextExceeded
         self._number += 1
         request.id, request.wake = self._number, self.wake
         if request.options.deadline is not None:
@@ -191,37 +187,36 @@ class Engine:
             raise self._closed
 
     def wake(self) -> None:
-        """Something has changed that the loop should see before its next pass."""
+        """Make the loop look at cancellations and captured rows before its next pass."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def cached(self, prompt: Sequence[int]) -> int:
-        """How many of a prompt's tokens the cache holds now."""
+        """Tokens of a prompt in the prefix cache."""
         blocks = self.runner.blocks
         most = (len(prompt) - 1) // blocks.block
         return blocks.block * blocks.match(blocks.held(), prompt, most, self.scheduler.number + 1)[0]
 
     def logits(self, ids: Sequence[int], rows: int = 0) -> np.ndarray:
-        """Teacher forcing: logits float32 [len(ids), vocab], by passes of at most `rows` rows (0: what suits)."""
+        """Teacher forcing: logits float32 [len(ids), vocab]. rows: most rows per pass (0: automatic)."""
         return np.concatenate(list(self.logits_of([ids], rows)))
 
     def logits_of(self, sequences: Sequence[Sequence[int]], rows: int = 0) -> Iterator[np.ndarray]:
-        """The rows of `logits` of several sequences one after another, pass by pass: takes the memory of a pass, whatever
-        the length. Sequences share passes, because a pass reads every weight however few rows it has."""
+        """`logits` of several sequences, in order, pass by pass: needs the memory of a few passes, whatever the length.
+        Sequences share passes."""
         return self.read_back(Request(0, ids, capture="logits", rows=rows) for ids in sequences)
 
     def hidden_states(self, ids: Sequence[int], rows: int = 0, streams: bool = False) -> np.ndarray:
-        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of
-        several streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams,
-        hidden]."""
+        """Residual stream float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Gemma 3n:
+        the active stream, or with `streams` all, [layers + 1, len(ids), streams, hidden]."""
         hp = self.target.hparams
         states = np.concatenate(list(self.read_back([Request(0, ids, capture="hidden", rows=rows)])), axis=1)
         states = states.reshape(*states.shape[:2], hp.n_streams, hp.hidden)
         return states if streams else np.ascontiguousarray(states[:, :, hp.altup_active])
 
     def read_back(self, requests: Iterable[Request]) -> Iterator[np.ndarray]:
-        """What is captured of requests, in their order, the next few being run beside the first."""
+        """Captured rows of requests, in order; later requests run beside the first."""
         waiting, running, more = iter(requests), deque[Handle](), True
         try:
             while more or running:
@@ -244,7 +239,7 @@ class Engine:
             self.finish([handle.request for handle in running])
 
     def metrics(self) -> Metrics:
-        """Numbers of now; those of a pass that begins meanwhile may be in some and not in others."""
+        """A snapshot; not atomic with respect to a pass that starts meanwhile."""
         s, spec = self.scheduler, self.speculator
         blocks, counts = s.blocks, s.counts
         held = {g.name: (blocks.used[g.name], blocks.cached[g.name], blocks.free[g.name]) for g in blocks.groups}
@@ -278,14 +273,14 @@ class Engine:
         return self.runner.faults
 
     def close(self, error: BaseException) -> None:
-        """End every request with `error`, and the thread; refuse what comes later with it."""
+        """End every request and the thread; later requests raise `error` too."""
         with self._changed:
             if self._closed is None:
                 self._closed = error
             thread, self._woken = self._thread, True
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread() and self._process == os.getpid():
-            thread.join(JOIN)  # it waits for nothing but the device, which bounds its waits itself
+            thread.join(JOIN)  # it waits for the device only, whose waits are bounded
         self._fail_all(error)
         if self.speculator is not None:
             self.speculator.close()
@@ -308,16 +303,16 @@ class Engine:
                 with self.lock:
                     self.check()
                     worked = self.step() if self._in_background or not self._requests else True
-            except Exception as error:  # of the device, or of what was not foreseen: nobody is left waiting
+            except Exception as error:  # of the device, or unforeseen: no reader may wait forever
                 self._fail_all(error)
                 continue
-            if not worked:  # a constraint computes its mask
+            if not worked:  # waiting for a constraint
                 with self._changed:
                     if not (self._woken or self._arrived):
                         self._changed.wait(RECHECK)
 
     def _wait_for_work(self) -> bool:
-        """False: the thread ends."""
+        """Wait for work; False: the thread ends."""
         until = time.monotonic() + IDLE
         with self._changed:
             while True:
@@ -334,7 +329,7 @@ class Engine:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def drive_step(self) -> None:
-        """A step in the thread of a reader, who may be interrupted, and whom an error reaches at once."""
+        """A step in a reader's thread, which may be interrupted and raises errors."""
         with self.lock:
             self.check()
             try:
@@ -343,19 +338,18 @@ class Engine:
                 self._fail_all(error)
                 raise
             except BaseException:
-                if self.scheduler.in_flight != len(self._flights):  # one was made and not submitted
+                if self.scheduler.in_flight != len(self._flights):  # a pass was made and not submitted
                     self._flights.clear()
                     self.scheduler.lose(cache=False)
                 raise
 
     def step(self) -> bool:
-        """Submit passes, take the tokens of the oldest, submit the next, wake the readers. Whether there was anything to
-        do. The caller holds the lock."""
+        """One engine step; whether there was work. The caller holds the lock."""
         self._take_in()
         self._submit()
         if self._flights:
             self._take()
-            if self.scheduler.limits.ahead > 1:  # else submitting is running: readers would wait for it
+            if self.scheduler.limits.ahead > 1:  # on cpu submitting is running, and readers come first
                 self._take_in()
                 self._submit()
             worked = True
@@ -365,7 +359,7 @@ class Engine:
         return worked
 
     def _take_in(self) -> None:
-        """Add what has arrived, end what was cancelled or is late."""
+        """Queue new requests; end cancelled and late ones."""
         if not (self._arrived or self._woken or self._timed):
             return
         with self._changed:
@@ -374,12 +368,12 @@ class Engine:
             cancelled = [r for r in self._requests.values() if r.cancelled] if woken else []
         for i, request in enumerate(arrived):
             if request.id in self._driven and self.scheduler.waiting >= self._queue:
-                with self._changed:  # its reader waits, whom nobody refuses
+                with self._changed:  # requests of `generate` wait instead of QueueFull
                     self._arrived[:0] = arrived[i:]
                 break
             try:
                 self.scheduler.add(request)
-            except Exception as error:  # it would never fit
+            except Exception as error:  # it never fits
                 self._end(request, "error", error)
         for request in cancelled:
             self._end(request, "cancelled")
@@ -387,7 +381,7 @@ class Engine:
             self._ended(request)
 
     def _submit(self) -> None:
-        """Passes as long as the scheduler makes any."""
+        """Submit passes while the scheduler makes any."""
         self.runner.sampling.begin_pass()
         while True:
             may = self.speculator is None or self.speculator.prepare(self.scheduler)
@@ -398,11 +392,11 @@ class Engine:
                 self.runner.assign(request, self._flights)
             with interrupts.allowed():
                 self._flights.append(self.runner.start(made))
-            if self.scheduler.limits.ahead == 1:  # submitting is running: the tokens of what ran would come late
+            if self.scheduler.limits.ahead == 1:  # on cpu the pass has run; take its tokens first
                 return
 
     def _take(self) -> None:
-        """Wait for the oldest pass and take its tokens, or what it read back."""
+        """Wait for the oldest pass; commit its tokens or captured rows."""
         flight = self._flights[0]
         done = flight.scheduled
         began = time.perf_counter()
@@ -414,7 +408,7 @@ class Engine:
                 else:
                     drafted = 0.0 if self.speculator is None else self.speculator.drafted(done)
                     tokens, counts = self.runner.tokens(flight)
-        except AbortedStep:  # every sequence starts again from the tokens that it has
+        except AbortedStep:  # all sequences restart from their known tokens
             self._flights.clear()
             self.scheduler.lose(cache=False)
             return
@@ -424,7 +418,7 @@ class Engine:
             self._deliver_rows(done, rows)
         else:
             seconds = now - max(self._read, flight.began, drafted)
-            if self._recorded != (recorded := self.counters.recordings):  # a program was made meanwhile
+            if self._recorded != (recorded := self.counters.recordings):  # a program was recorded meanwhile
                 seconds, self._recorded = 0.0, recorded
         self._read = now
         logprobs = self._logprobs(flight, tokens, counts) if done.capture is None else {}
@@ -447,7 +441,7 @@ class Engine:
                 self._accept(request, request.ids[-n:])
 
     def _logprobs(self, flight: Flight, tokens: Sequence[int], counts: Sequence[int] | None) -> dict[int, TokenLogprob]:
-        """Log-probabilities by index of `tokens`. A request whose token is an error ends here."""
+        """Log-probabilities by index of `tokens`. Ends requests whose token is an error word."""
         found, end = {}, 0
         for i, run in enumerate(flight.scheduled.wanting):
             begin, end = end, end + (1 if counts is None else counts[i])
@@ -465,7 +459,7 @@ class Engine:
         return found
 
     def _deliver_rows(self, done: Pass, rows: np.ndarray) -> None:
-        """Give requests what a pass read back of their rows; rows that run again after a preemption were given before."""
+        """Hand captured rows to their requests, except rows that ran again after a preemption."""
         at = 0
         for run in done.runs:
             assert run.ids is not None
@@ -486,13 +480,13 @@ class Engine:
             self._news.append(request)
 
     def _ready(self, request: Request) -> bool:
-        """Whether the host has what the next rows of a request need: a constraint's mask, or room for what is read back."""
+        """Whether a request's constraint has a mask, or its captured rows were taken."""
         if request.capture is not None:
             return not request.captured
         return self.runner.sampling.ready(request.options.constraint)
 
     def _accept(self, request: Request, tokens: Sequence[int]) -> None:
-        """Tell a request's constraint what was chosen."""
+        """Advance a request's constraint by its new tokens."""
         constraint = request.options.constraint
         assert constraint is not None
         try:
@@ -501,11 +495,11 @@ class Engine:
                     constraint.accept(token)
                 else:
                     self.runner.sampling.accept(request.slot, token)
-        except BaseException as error:  # whatever somebody's constraint raises; Ctrl-C is none of it, which waits
+        except BaseException as error:  # any error of a user's constraint; Ctrl-C waits for the lock
             self._end(request, "error", error)
 
     def _deliver(self) -> None:
-        """Wake the readers of requests with news."""
+        """Wake the readers of new events."""
         news, self._news = self._news, []
         for request in news:
             request.notify(self._wakeups)
@@ -521,7 +515,7 @@ class Engine:
             self._ended(request)
 
     def _ended(self, request: Request) -> None:
-        """A request has its `finish`, and nothing on the device any more."""
+        """Clean up after an ended request."""
         with self._changed:
             if self._requests.pop(request.id, None) is None:
                 return
@@ -534,14 +528,14 @@ class Engine:
             self._ends.append(time.perf_counter())
         if self.speculator is not None:
             self.speculator.end(request)
-        if request.options.constraint is not None:  # it may be large, and a request is known for a while after its end
+        if request.options.constraint is not None:  # masks may be large, and handles live on
             self.runner.sampling.forget(request.options.constraint)
             request.options = replace(request.options, constraint=None)
         self._news.append(request)
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """End requests whose reader has gone, and wait for what still runs where they were the last. Never waits for the
-        lock, because garbage is collected, and with it an iterator closed, in the midst of anything."""
+        """End requests whose reader is gone; if they were the last, wait for their passes. Never waits for the lock, because
+        the garbage collector may call it anywhere."""
 
         def end() -> None:
             with self._changed:
@@ -560,7 +554,7 @@ class Engine:
             self.lock.call_soon(end)
 
     def _fail_all(self, error: BaseException) -> None:
-        """End every request, whatever state it is in."""
+        """End every request with an error."""
         with self._changed:
             requests, self._arrived = list(self._requests.values()), []
         if not (requests or self._flights or self.scheduler.in_flight):
@@ -574,15 +568,14 @@ class Engine:
             self.scheduler.lose()
 
     def _retry_after(self) -> float:
-        """Seconds until a place in the queue is likely to be free, by how the last requests ended."""
+        """Estimated seconds until the queue has a free place."""
         ends = self._ends
         return max(1.0, (ends[-1] - ends[0]) / (len(ends) - 1)) if len(ends) > 1 else 1.0
 
 
 @cache
 def _close_at_exit() -> None:
-    """End the threads before the devices are closed: what was registered last runs first, and the devices are open by
-    now."""
+    """Register the end of all threads; atexit runs it before the devices close."""
 
     def close_all() -> None:
         for engine in list(_open):

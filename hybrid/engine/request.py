@@ -1,7 +1,7 @@
-"""A request: a prompt, how its tokens are chosen, and what becomes of it, from submission to result.
+"""A request, one object from submission to result.
 
-One object throughout. The scheduler moves it (slot, blocks, positions), `push` takes each token and decides whether it
-was the last, readers follow `events` from any thread or event loop.
+The scheduler sets its slot, blocks and positions. `push` appends a token, `end` sets `finish`. Readers wait for `events`
+from any thread or event loop.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from hybrid.text.stops import StopFilter
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 Capture = Literal["logits", "hidden"]
-"""What a request reads back of every row in place of choosing tokens: logits, or the residual stream after each layer."""
+"""What a request reads back of every row instead of sampling: logits, or the residual stream after each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options(Sampling):
-    """What a request asks for beside its prompt: the sampling parameters, and these. Checked when made: ValueError names
-    the option and what it may be.
+    """Options of a request: sampling parameters, and these. ValueError names the option and its range.
 
-    max_tokens: tokens to generate at most. stop: strings before which the text ends. ignore_eos: go on after an
-    end-of-text token. priority: greater ones are begun first. deadline: seconds from submission after which it ends.
-    constraint: says before each token which may come (hybrid.engine.sampling.Constraint). speculate: guesses of a pass;
-    None: as the model was loaded.
+    max_tokens: most tokens to generate. stop: strings before which the text ends. ignore_eos: continue after an
+    end-of-text token. priority: greater first. deadline: seconds from submission. constraint: masks the next token
+    (hybrid.engine.sampling.Constraint). speculate: drafts per pass; None: as the model was loaded.
     """
 
     max_tokens: int = 64
@@ -67,7 +65,7 @@ class Options(Sampling):
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> Options:
-        """From values by option name. TypeError for a name that is no option."""
+        """Options by name. TypeError for an unknown name."""
         known = [f.name for f in fields(cls)]
         for name in named:
             if name not in known:
@@ -76,20 +74,18 @@ class Options(Sampling):
 
 
 class Event(NamedTuple):
-    """Text that can be passed on, often "" (an unfinished character, the beginning of a stop string), and the tokens since
-    the event before."""
+    """New text, "" while a character or a stop string is incomplete, and the tokens since the event before."""
 
     text: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of `ids`, where they were asked for."""
+    """One per id, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. cached: those of the prompt that were not computed, because the KV cache held them;
-    completion: generated, the end-of-text token included; drafted: guesses that passes verified, and of these the
-    accepted ones."""
+    """Token counts. cached: prompt tokens found in the prefix cache. completion: generated, end-of-text included. drafted:
+    verified drafts, `accepted` of them right."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -100,17 +96,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds on the host's clock since the request was submitted; None for what never came."""
+    """Seconds since submission; None where the event never happened."""
 
     queued: float | None
-    """Until its first pass was prepared."""
+    """Until it got a slot."""
     first_token: float | None
     total: float
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that has ended without an error."""
+    """Result of a request without an error."""
 
     text: str
     ids: tuple[int, ...]
@@ -121,7 +117,7 @@ class Completion:
 
 
 class Wakeups:
-    """Event loops that have readers with news: each loop is woken once for all of them."""
+    """Collects wake-ups of asyncio readers, one call per event loop."""
 
     def __init__(self) -> None:
         self._marks: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
@@ -134,7 +130,7 @@ class Wakeups:
             loop, marks = self._marks.popitem()
             try:
                 loop.call_soon_threadsafe(_set_all, marks)
-            except RuntimeError:  # that loop is closed, its readers are gone
+            except RuntimeError:  # the loop is closed
                 continue
 
 
@@ -144,13 +140,12 @@ def _set_all(marks: list[asyncio.Event]) -> None:
 
 
 class Request:
-    """prompt: token ids, at least one. tokenizer: makes text and ends at its end-of-text tokens (None: no text, `ends`
-    end it). capture: read back every row instead of generating; `captured` gets the rows of each pass, and nothing more
-    runs until it is empty again. rows: most rows of it in a pass (0: the pass's). start: positions that count as
-    computed, whatever the cache holds there; for measuring. deadline: on the scheduler's clock. ahead: whether a row may
-    run before its token is known on the host. content: ids of the prompt that name no token but a row of the plan's
-    `rows` -> a 64-bit number for what it holds, by which the prefix cache finds it. spans: (begin, end) of positions of
-    the prompt that see one another whole, in order; the schedule's attention takes `sees` for that."""
+    """prompt: token ids, at least one. tokenizer: decodes text and gives the end-of-text ids (None: no text, `ends` are the
+    ids). capture: read back every row instead of generating; `captured` gets the rows of each pass, and no more rows run
+    until it is empty. rows: most rows per pass (0: no limit). start: positions taken as computed, for benchmarks.
+    deadline: on the scheduler's clock. ahead: whether a row may run before its token is known on the host. content: ids of
+    the prompt that name rows of the tensor `rows` -> a 64-bit key of their content, for the prefix cache. spans: (begin,
+    end) of prompt positions with bidirectional attention, in order."""
 
     __slots__ = (
         "_changed",
@@ -234,11 +229,11 @@ class Request:
             raise ValueError(f"spans must be parts of the prompt of {len(prompt)} tokens, in order, not {list(spans)}")
         self.content, self.spans = dict(content or {}), tuple(spans)
         self.widest = max((b - a for a, b in spans), default=1)
-        """Rows of one pass that it needs at least."""
+        """Length of the longest span: rows that must share a pass."""
         options = options or Options()
         self.id, self.options, self.capture, self.rows, self.start = id, options, capture, rows, start
         self.ids: list[int] = list(prompt)
-        """The prompt and the tokens that are known."""
+        """The prompt and the known tokens."""
         self.n_prompt = len(self.ids)
         self.limit = 0 if capture else int(options.max_tokens)
         self.ends = frozenset(ends)
@@ -250,60 +245,60 @@ class Request:
         self._stops = StopFilter([options.stop] if isinstance(options.stop, str) else options.stop or ())
 
         self.finish: Finish | None = None
-        """Why it ended; None while it has not."""
+        """Why it ended; None while it is open."""
         self.error: BaseException | None = None
         self.events: list[Event] = []
         self.captured: list[np.ndarray] = []
         self.delivered = 0
-        """Rows that were captured so far."""
+        """Captured rows so far."""
         self.logprobs: list[TokenLogprob] = []
         self.cached = 0
-        """Tokens of the prompt that were not computed for it, because the cache held them."""
+        """Prompt tokens found in the prefix cache."""
         self.drafted = self.accepted = self.verified = self.passes = 0
-        """Guesses that were verified, those of them that were right, passes with guesses, passes that chose tokens."""
+        """Verified drafts, accepted drafts, passes with drafts, passes with a token."""
         self.arrived = time.perf_counter()
         self.begun: float | None = None
         self.first: float | None = None
         self.ended: float | None = None
 
-        # The scheduler's own:
+        # Of the scheduler:
         self.slot: int | None = None
         """While it runs."""
         self.held: Held | None = None
-        """Its blocks, from `Scheduler.add` on."""
+        """Its blocks; set by `Scheduler.add`."""
         self.last = 0
-        """Length of `ids` at which it ends."""
+        """Maximal length of `ids`."""
         self.position = 0
-        """Of its next row. Rows up to it have been scheduled."""
+        """Position of its next row."""
         self.until = 0
-        """Rows before this position have their blocks."""
+        """It has blocks for positions below."""
         self.stop = 0
-        """The same, or where its last row is, whichever comes first."""
+        """min(until, position of its last row)."""
         self.steady = False
-        """Whether it decodes, and each row may run before its token is known."""
+        """Whether it decodes ahead of the host."""
         self.found = 0
-        """Up to here its blocks came from the cache."""
+        """End of its cached prefix."""
         self.reached = 0
-        """The furthest position of any row so far."""
+        """The greatest position so far."""
         self.pending = 0
-        """Tokens that passes in flight choose."""
+        """Tokens that passes in flight sample."""
         self.drafts: tuple[int, ...] = ()
-        """Guesses that its next row verifies."""
+        """Drafts for its next row."""
         self.rollback = 0
-        """Positions by which it may be taken back; their windows are kept."""
+        """Positions by which `position` may go back; windowed layers keep blocks for them."""
         self.private = bool(capture or start)
-        """Whether its blocks are neither looked up nor found by others."""
+        """Whether it stays out of the prefix cache."""
         self.entered = False
-        """Whether it has ever had a slot."""
+        """Whether it has had a slot."""
         self.preemptions = self.number = self.overtaken = 0
         self.order: tuple[int, int, int] = (1, 0, 0)
-        """Less goes first: (0 if it was overtaken often enough, -priority, number of its arrival)."""
+        """Sort key: (0 if overtaken too often else 1, -priority, arrival)."""
 
-        # Readers:
+        # Of readers:
         self.cancelled = False
-        """Somebody wants it to end; seen between two passes."""
+        """Cancellation requested; honoured between passes."""
         self.wake: Callable[[], object] = lambda: None
-        """Tells the engine loop that `cancelled` was set, or `captured` emptied."""
+        """Notifies the engine loop of `cancelled`, or of emptied `captured`."""
         self._changed = threading.Condition()
         self._sleeping = 0  # threads that wait
         self._marks: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -312,15 +307,15 @@ class Request:
 
     @property
     def rest(self) -> int:
-        """Rows that are left to schedule: 1 where it decodes, more within its prompt."""
+        """Rows left to schedule: 1 in decode, more within the prompt."""
         return len(self.ids) + self.pending - self.position
 
     def together(self, position: int) -> int:
-        """The end of the rows that run in one pass with the row at `position`."""
+        """End of the span that contains `position`, else position + 1."""
         return next((b for a, b in self.spans if a <= position < b), position + 1)
 
     def uncut(self, n: int, most: int) -> int:
-        """Rows of the next pass, n or fewer, that cut no span; or the whole of the next span, if that is at most `most`."""
+        """At most n next rows, ended where no span is cut; or the whole span at `position` if `most` allows it, else 0."""
         for a, b in self.spans:
             if a < self.position + n < b:
                 return a - self.position if a > self.position else b - self.position if b - self.position <= most else 0
@@ -328,7 +323,7 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether it runs and its next row is that of its last token, known or not yet, and another may come."""
+        """Whether it is in decode and not at its end."""
         return self.slot is not None and self.rest == 1 and self.position < self.last - 1 and not self.capture
 
     @property
@@ -340,7 +335,7 @@ class Request:
         return self.ids[self.n_prompt :]
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
-        """Take the next token: an event, and `end` where it was the last."""
+        """Append a token and its event; `end` at the last one."""
         if self.first is None:
             self.first = time.perf_counter()
         self.ids.append(token)
@@ -356,10 +351,11 @@ class Request:
             self.end()
 
     def end(self, reason: Finish | None = None, error: BaseException | None = None) -> bool:
-        """End it, if it has not ended: for a reason, with an error, or by its tokens. The only place that sets `finish`."""
+        """Set `finish`: to a reason, an error, or what its tokens say. The only place that does. False: it had ended, or its
+        tokens do not end it."""
         if self.finish is not None:
             return False
-        if self._text is not None:  # a stop string may show at the very end, beside one that began earlier
+        if self._text is not None:  # a held-back stop string may complete here
             rest = self._stops.push(self._text.flush()) + self._stops.flush()
             if rest:
                 self.events.append(Event(rest))
@@ -380,7 +376,7 @@ class Request:
 
     @property
     def completion(self) -> Completion:
-        """Of a request that has ended without an error."""
+        """The result of an ended request without an error."""
         assert self.finish is not None and self.error is None and self.ended is not None
         out = self.generated
         usage = Usage(self.n_prompt, self.cached, len(out), self.drafted, self.accepted)
@@ -392,8 +388,7 @@ class Request:
         )
 
     def stats(self, report: EngineReport) -> Stats:
-        """What it has done, on the engine that `report` describes; of a request that still runs, as if it was cancelled
-        now."""
+        """Its statistics; of an open request, as if cancelled now. report: the engine's."""
         began = self.arrived if self.begun is None else self.begun
         ended = time.perf_counter() if self.ended is None else self.ended
         return Stats(
@@ -411,12 +406,12 @@ class Request:
     # --- readers -----------------------------------------------------------------------------------------------------
 
     def news(self, at: int) -> tuple[list[Event], bool]:
-        """Events from the `at`-th on, and whether no more will come."""
-        ended = self.finish is not None  # before the events: an end comes after all of them
+        """Events from the `at`-th on, and whether they are all."""
+        ended = self.finish is not None  # read before the events: `finish` is set after the last one
         return self.events[at:], ended
 
     def watch(self, mark: asyncio.Event) -> None:
-        """Set a mark of the running event loop at whatever happens from now on."""
+        """Set `mark` on every later event, in the running event loop."""
         with self._changed:
             self._marks.add((asyncio.get_running_loop(), mark))
 
@@ -425,7 +420,7 @@ class Request:
             self._marks = {m for m in self._marks if m[1] is not mark}
 
     def wait(self, at: int, timeout: float) -> None:
-        """Until there is an event after the `at`-th, or something captured, or it has ended; `timeout` seconds at most."""
+        """Wait for an event after the `at`-th, captured rows, or the end; at most `timeout` seconds."""
         with self._changed:
             if self.finish is None and len(self.events) <= at and not self.captured:
                 self._sleeping += 1
@@ -435,7 +430,7 @@ class Request:
                     self._sleeping -= 1
 
     def notify(self, wakeups: Wakeups) -> None:
-        """Wake the readers: threads now, event loops when `wakeups` are sent."""
+        """Wake reading threads now, event loops with `wakeups`."""
         with self._changed:
             if self._sleeping:
                 self._changed.notify_all()
@@ -443,13 +438,13 @@ class Request:
                 wakeups.add(*mark)
 
     def cancel(self) -> None:
-        """End it before its next pass."""
+        """Request its end before its next pass."""
         self.cancelled = True
         self.wake()
 
 
 def token_ids(ids: Sequence[int]) -> list[int]:
-    """Token ids as Python's integers; ValueError for what is none, such as text."""
+    """Token ids as Python integers. ValueError for other types."""
     found: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [None]
     if not all(isinstance(i, (int, np.integer)) for i in found):
         raise ValueError("token ids must be integers: encode(text) makes them")
@@ -459,8 +454,8 @@ def token_ids(ids: Sequence[int]) -> list[int]:
 def check_prompt(
     ids: Sequence[int], vocab: int, ctx: int, more: int = 1, content: Mapping[int, int] | None = None, rows: int = 0
 ) -> None:
-    """ValueError for an empty prompt or an id that the embedding has no row for, and that is none of the `rows` after
-    them that `content` names; ContextExceeded where it leaves no room for `more` tokens in the context of `ctx`."""
+    """ValueError for an empty prompt or an id beyond the vocabulary, except ids of `content` within the `rows` after it.
+    ContextExceeded where the context of `ctx` leaves no space for `more` tokens."""
     if not len(ids):
         raise ValueError("the prompt is empty: it needs at least one token")
     bad = next(

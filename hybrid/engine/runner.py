@@ -1,9 +1,8 @@
-"""The runner: a model on a device. It compiles plans, tells the device the rows of each pass that the scheduler makes, and
-reads what the pass chose.
+"""Model runner: compiles plans, submits the scheduler's passes, and reads sampled tokens.
 
-After warm-up a pass is one submit. What the host tells the device of a pass is one message in a buffer of several, which
-begin_pass takes when the pass begins (specs/ops/begin_pass.toml). So the host prepares passes while others run, and a
-pass without a message continues the rows of the pass before: sampled tokens and positions stay on the device.
+After warm-up a pass is one submit. The host describes a pass by a message in a ring buffer, the inbox; the pass's first
+kernel, begin_pass, takes it (specs/ops/begin_pass.toml). So the host prepares passes while others run. A pass without a
+message continues the rows of the pass before: sampled tokens and positions stay on the device.
 """
 
 from __future__ import annotations
@@ -59,17 +58,16 @@ from hybrid.spec.step import OPTIONS, Option
 log = logging.getLogger("hybrid")
 
 MIXED_ROWS = 512
-"""Most rows of a pass in which a sequence decodes: its next token comes in the time of so many."""
+"""Most rows of a pass in which a sequence decodes; bounds the time between its tokens."""
 CONTINUES = -1
-"""As a row's token: the one that was chosen for its slot last; as its position: that token's. -1 - n: n positions after
-it."""
+"""Token word: the slot's last sampled token. Position word: that token's position; -1 - n: n positions later."""
 GUESSED = -2
-"""As a row's token: what `guesses` has of slot 0 for the row's position; GUESSED - n: of slot n."""
+"""Token word: the draft model's token (`guesses`) for the row's position; GUESSED - n: of its slot n."""
 FOLLOWS = -(1 << 30)
-"""As a row's token: as GUESSED where that token stands (`known_until`), else the one that was chosen for its slot last;
-FOLLOWS - n: of slot n. As such a row's position: the slot's next, or the last for which that holds, if it is before."""
+"""Token word: as GUESSED up to the last accepted position (`known_until`), else the slot's last sampled token; FOLLOWS - n:
+of its slot n. Position word of such a row: min(next position, last verified position)."""
 TABLES = {"global": 0, "local": 1}
-_SKIPPED = 1000  # passes by which the count goes on where it is not known how many have begun
+_SKIPPED = 1000  # the pass counter jumps by this where the number of started passes is unknown
 PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
 
 
@@ -77,13 +75,12 @@ PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
 
 
 class AbortedStep(Exception):
-    """A wait between the workgroups of a fused kernel timed out, so a pass chose no tokens, and those behind it neither:
-    the cache holds nothing of them. Decoding continues unfused. (The driver, or another program on the GPU, had
-    preempted workgroups that others waited for.)"""
+    """A wait between workgroups of a fused kernel timed out. This pass and those queued after it sampled no tokens and
+    wrote no KV. Decoding continues unfused. (Usual cause: another program preempted the waiting workgroups' partners.)"""
 
 
 class NotFinite(RuntimeError):
-    """The logits after some position are NaN or infinite: no token can be sampled from them."""
+    """Logits are NaN or infinite."""
 
     def __init__(self, path: Path, position: int, slot: int | None = None) -> None:
         where = f"after position {position}" + ("" if slot is None else f" of slot {slot}")
@@ -96,11 +93,11 @@ class NotFinite(RuntimeError):
 
 
 OF_ONE = (ValueError, NotFinite)
-"""Errors of one request, not of the device or the model."""
+"""Errors of one request, as opposed to those of the device or the model."""
 
 
 def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
-    """The error for a negative word of `history` at a position, whose token the pass before it should have sampled."""
+    """The error that a negative word of `history` stands for."""
     if word == NOT_FINITE:
         return NotFinite(path, position - 1, slot)
     return RuntimeError(
@@ -109,9 +106,8 @@ def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
 
 
 def check_finite(path: Path, logits: np.ndarray, start: int) -> None:
-    """NotFinite for the first row of logits float32 [rows, vocab] that holds NaN or infinity; rows are of positions from
-    `start` on."""
-    # The extremes of a row with a NaN are NaN; nothing of the matrix's size is made.
+    """NotFinite for the first row of logits float32 [rows, vocab] with NaN or infinity. start: position of the first row."""
+    # min and max propagate NaN without a temporary matrix
     wrong = ~(np.isfinite(logits.max(-1)) & np.isfinite(logits.min(-1)))
     if wrong.any():
         raise NotFinite(path, start + int(wrong.argmax()))
@@ -121,8 +117,7 @@ def check_finite(path: Path, logits: np.ndarray, start: int) -> None:
 
 
 def message(number: int, p: Pass, mask_rows: np.ndarray | None = None) -> np.ndarray:
-    """int32 [words]: the message for pass `number` on the device. mask_rows int32 [outs]: rows of `masks` for the rows
-    whose logits are wanted (None: no masks)."""
+    """int32 [words]: the message of pass `number`. mask_rows int32 [outs]: rows of `masks` (None: no masks)."""
     tokens, positions, slots, out_rows = p.arrays()
     rows, outs, entries = len(tokens), len(out_rows), len(p.writes)
     at = np.cumsum([MESSAGE_HEADER, ROW_WORDS * rows, OUT_WORDS * outs, ENTRY_WORDS * entries])
@@ -137,21 +132,20 @@ def message(number: int, p: Pass, mask_rows: np.ndarray | None = None) -> np.nda
 
 
 class Inbox:
-    """The device's inbox, and the count of passes by which it finds its messages."""
+    """The device's message ring and the pass counter that indexes it."""
 
     def __init__(self, device: Device, cache: CacheShape) -> None:
         self._device, self._words = device, cache.message
         self.begun = 0
-        """Passes submitted: the device's `turn` once they have begun."""
+        """Submitted passes: the device's counter `turn` once they have started."""
         self.messages = 0
-        """How many were put."""
+        """Messages written."""
         self._known = True
-        self._put = False  # whether the next pass takes one
-        self._taken: deque[int] = deque(maxlen=INBOX_SETS)  # tickets of the last messages' passes
+        self._put = False  # whether the next pass has a message
+        self._taken: deque[int] = deque(maxlen=INBOX_SETS)  # tickets of the passes with the last messages
 
     def put(self, p: Pass, mask_rows: np.ndarray | None = None) -> None:
-        """The message of the next pass that is submitted; waits until the pass that had its place before has
-        finished."""
+        """Write the next pass's message; waits for the pass whose message had the same place."""
         if not self._known:
             self._device.wait()
             self.begun += _SKIPPED
@@ -168,14 +162,14 @@ class Inbox:
         self._put = True
 
     def submitted(self, ticket: int) -> None:
-        """A pass was submitted, which takes what was put since the one before."""
+        """Note a submitted pass, which takes the message written since the one before."""
         self.begun += 1
         if self._put:
             self._taken.append(ticket)
             self._put = False
 
     def lost_count(self) -> None:
-        """A submit failed: its pass may have begun."""
+        """Note a failed submit, after which the counter is unknown."""
         self._known, self._put = False, False
 
 
@@ -183,41 +177,39 @@ class Inbox:
 
 
 class Flight(NamedTuple):
-    """A pass that was submitted, with its ticket."""
+    """A submitted pass and its ticket."""
 
     scheduled: Pass
     ticket: int
     began: float
-    """When submitting it began, on time.perf_counter()."""
+    """time.perf_counter() before the submit."""
 
 
 def most_mixed(sizes: PassSizes) -> int:
-    """Most rows of a pass in which a sequence decodes: one of each sequence, however many there are."""
+    """Most rows of a pass in which a sequence decodes; at least one per sequence."""
     return max(sizes.outs[-1], min(sizes.rows[-1], MIXED_ROWS))
 
 
 def warm_programs(sizes: PassSizes, draft: bool = False) -> list[tuple[Phase, int, int, frozenset[Option]]]:
-    """(phase, rows, rows whose logits are wanted, options) of every plan that a pass of plain requests may take. draft:
-    of a model that guesses for another and verifies nothing itself."""
+    """(phase, rows, rows with logits, options) of every plan that plain requests may use. draft: for a draft model, which
+    verifies nothing."""
     found: list[tuple[Phase, int, int, frozenset[Option]]] = [("decode", n, n, PLAIN) for n in sizes.decode]
     found += [("prefill", rows, outs, PLAIN) for rows in sizes.rows for outs in (0, *_outs(sizes.outs, rows))]
     if sizes.guesses and not draft:
-        mixed = bucket_of(most_mixed(sizes), sizes.rows)  # who has guesses decodes
+        mixed = bucket_of(most_mixed(sizes), sizes.rows)  # a pass with drafts is a mixed one
         wants = [(rows, outs) for rows in sizes.rows for outs in _outs(sizes.wants, rows) if rows <= mixed and outs > 1]
         found += [("prefill", rows, outs, VERIFY) for rows, outs in wants]
     return found
 
 
 def _outs(buckets: Sequence[int], rows: int) -> list[int]:
-    """Those that some pass of so many rows takes: one has more rows than the bucket before it, if not as many as
-    itself."""
+    """The output buckets that a pass of so many rows may use."""
     return [outs for before, outs in zip((0, *buckets), buckets, strict=False) if before < rows]
 
 
 class Runner:
-    """One checkpoint on one device. schedule: another than the shipped one of the checkpoint's family. clock: notes what
-    loading takes. refused: told of a request whose constraint does not say what may come next, and why; its row's result
-    is discarded. Closes neither the checkpoint nor the device."""
+    """One checkpoint on one device. schedule: default: the family's. clock: times loading. refused: called with a request
+    whose constraint fails, and the error; its row's result is discarded. Closes neither the checkpoint nor the device."""
 
     def __init__(
         self,
@@ -232,32 +224,31 @@ class Runner:
         self.clock = LoadClock() if clock is None else clock
         schedule = schedule or find_schedule(checkpoint.hparams.family)
         self.config, self.budget = fitted(config or EngineConfig(), checkpoint, device, schedule)
-        """budget: what the memory that was given is for."""
+        """budget: the split of the given memory."""
         self.sizes = sizes_for(self.config, checkpoint.hparams, device)
-        """Row counts that plans are made for."""
+        """Buckets."""
         self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
         self.cache = self.target.cache
         self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=not caches_elsewhere(schedule))
-        """The KV cache's; a device with views of the cache of its own is told of what is appended, not of what is found
-        again."""
+        """Off for devices that keep copies of the KV cache: these learn of appended rows only, not of reused blocks."""
         self.sampling = SamplingState(device, self.target)
         self.inbox = Inbox(device, self.cache)
         self.work = Work()
         self.trace: list[TimedPass] = []
-        """With profile: every pass that has been waited for."""
+        """With profile: all timed passes."""
         self.cooperative = True
-        """Whether passes may use kernels whose workgroups wait for one another (AbortedStep)."""
+        """Whether kernels may use inter-workgroup waits (AbortedStep)."""
         self.faults: list[str] = []
-        """Why passes were run again, and how decoding continues since."""
+        """Reports of aborted steps."""
         self.prefilled = Counters()
-        """The device's counters after the last pass with rows of a prompt; `decoded` passes came since."""
+        """The device's counters after the last pass with prompt rows; `decoded`: passes since."""
         self.decoded = 0
         self._timing = Timing(self.trace, device.overlaps)
         self._programs: dict[tuple[Phase, int, int, bool, bool, frozenset[Option]], Program] = {}
-        self._last: Program | None = None  # of the pass before, where it had one row of each sequence
-        self._sequences: list[tuple[Any, ...]] = []  # that the device's rows are set up for, with their slots
-        self._messages = -1  # that had been put when they were
-        self._layouts: dict[str, Plan] = {}  # the largest plans: smaller ones take their offsets
+        self._last: Program | None = None  # of the last pass, if a decode pass
+        self._sequences: list[tuple[Any, ...]] = []  # (sequence, slot) of the device's current rows
+        self._messages = -1  # inbox.messages at that time
+        self._layouts: dict[str, Plan] = {}  # the largest plans, whose arena offsets others use
         with self.clock.phase("plan"):
             most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
             self._layouts = {
@@ -268,18 +259,17 @@ class Runner:
         stored = outlasting(plans)
         self._stored = set(stored)
         self.rows = stored[ROWS_TENSOR].shape[0] if ROWS_TENSOR in stored else 0
-        """Rows that a prompt's ids may name in place of tokens: the ids after the vocabulary's."""
+        """Rows that ids beyond the vocabulary may name (ROWS_TENSOR)."""
         self.spans = SPANS_TENSOR in stored
-        """Whether spans of rows may see themselves whole."""
-        self._spanned = set[int]()  # slots whose row of the tensor is not zero
+        """Whether the schedule supports bidirectional spans (SPANS_TENSOR)."""
+        self._spanned = set[int]()  # slots with spans
         self.reencoded = load_tensors(
             checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress
         )
-        """Matrices that the device holds in another storage type than the file, because it does not compute with that
-        one."""
+        """Matrices that were re-encoded in a type that the device supports."""
 
     def limits(self, queue: int) -> Limits:
-        """What the scheduler may put into passes, with so many requests that wait."""
+        """Limits for the scheduler. queue: most waiting requests."""
         sizes, device = self.sizes, self.device
         ahead = 1 if self.config.profile and not device.overlaps else device.passes_ahead
         return Limits(
@@ -325,20 +315,20 @@ class Runner:
         sample: bool = True,
         options: Collection[Option] = (),
     ) -> Program:
-        """The plan of a pass with these row counts, buckets of `sizes`; compiled at its first use."""
+        """The compiled plan of these buckets; compiled on first use."""
         key = (phase, rows, outs, capture, sample, frozenset(options))
         if key not in self._programs:
-            cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that are run again
+            cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that can be repeated
             made = self.plan(*key)
             self._programs[key] = self.device.compile(made, profile=self.config.profile, cooperative=cooperative)
         return self._programs[key]
 
     def warm_up(self, rows: int = 1, options: Collection[Option] = ()) -> None:
-        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit; with `options`,
-        what one sequence needs whose tokens are chosen so."""
+        """Compile the programs of one sequence with a prompt of `rows` tokens; with `options`, those of its sampling
+        options."""
         sizes, largest = self.sizes, self.sizes.rows[-1]
         if rows > largest:
-            self.program("prefill", largest, 0)  # only full chunks can lack a last row
+            self.program("prefill", largest, 0)  # a full chunk without logits
         self.program("prefill", bucket_of(rows % largest or largest, sizes.rows), sizes.outs[0], options=options)
         for outs in sizes.decode[:1] if options else sizes.decode:
             self.program("decode", outs, outs, options=options)
@@ -347,8 +337,7 @@ class Runner:
             self.program("prefill", rows, outs, options={*options, "verify"})
 
     def warm(self, draft: bool = False) -> None:
-        """Compile all that passes of many plain requests may take, so that none waits for it; with a bar where progress
-        is shown. On cpu nothing is compiled: plans are made as they come."""
+        """Compile all programs of plain requests, with a progress bar. On cpu nothing is compiled."""
         if self.device.backend == "cpu":
             return
         wanted = warm_programs(self.sizes, draft)
@@ -356,7 +345,7 @@ class Runner:
             self.program(phase, rows, outs, options=options)
 
     def _largest_plans(self) -> list[Plan]:
-        """Plans that between them declare every tensor at its largest, and use the most of the arena."""
+        """Plans that together declare every tensor at its largest and need the largest arena."""
         sizes = self.sizes
         return [
             self._layouts["decode"],
@@ -368,7 +357,7 @@ class Runner:
     # --- passes ------------------------------------------------------------------------------------------------------
 
     def start(self, p: Pass) -> Flight:
-        """Submit a pass; waits for none that runs."""
+        """Submit a pass; does not wait."""
         began, same = time.perf_counter(), [run[:2] for run in p.runs]
         last, inbox = self._last, self.inbox
         unchanged = last is not None and same == self._sequences and inbox.messages == self._messages
@@ -390,7 +379,7 @@ class Runner:
         return Flight(p, ticket, began)
 
     def _program_of(self, p: Pass) -> tuple[Program, bool, np.ndarray | None]:
-        """The program of a pass, whether it is one of the phase decode, and mask rows."""
+        """The program of a pass, whether its phase is decode, and mask rows."""
         sizes = self.sizes
         if p.capture is not None:
             rows = bucket_of(p.rows, sizes.rows)
@@ -415,7 +404,7 @@ class Runner:
         try:
             ticket = self._submit(program, began, p)
         except BaseException:
-            self.inbox.lost_count()  # a later pass would take its message for its own
+            self.inbox.lost_count()  # its message must not reach a later pass
             self._last = None
             raise
         self.inbox.submitted(ticket)
@@ -425,7 +414,7 @@ class Runner:
         ticket = program.submit()
         if self.config.profile:
             self._timing.start(program, ticket, began, (p.rows, p.outs, mean_context(p)))
-            if not self.device.overlaps:  # the next run of the program would overwrite its times
+            if not self.device.overlaps:  # the program's next run overwrites its times
                 self.device.wait(ticket)
                 self._timing.stop(ticket)
         return ticket
@@ -443,9 +432,8 @@ class Runner:
         return np.array(rows, np.int32)
 
     def tokens(self, flight: Flight) -> tuple[list[int], list[int] | None]:
-        """The tokens that each run wanted, once the pass has finished: one, or, where it has drafts, the accepted ones and
-        the one after them; NOT_FINITE where there was none to choose. And how many of each run (None: one each).
-        AbortedStep."""
+        """Wait for a pass. (tokens, tokens per run with logits): one, or the accepted drafts and one more; counts None: one
+        each. NOT_FINITE in place of a token for logits that are not finite. AbortedStep."""
         peek, ticket, runs = self.device.peek, flight.ticket, flight.scheduled.wanting
         if flight.scheduled.outs == len(runs):
             found = [
@@ -456,8 +444,8 @@ class Runner:
             each = [self._verified(run, ticket) for run in runs]
             found, counts = [token for tokens in each for token in tokens], [len(tokens) for tokens in each]
         if self.config.profile and not runs:
-            self.device.wait(ticket)  # its times are kept until the next pass
-        if runs or self.config.profile:  # else nothing was waited for
+            self.device.wait(ticket)  # times are read before the next pass
+        if runs or self.config.profile:  # otherwise no wait happened
             self._ended(flight)
         if FAULTED in found:
             self.abort()
@@ -465,13 +453,13 @@ class Runner:
         return found, counts
 
     def _verified(self, run: Run, ticket: int) -> list[int]:
-        """The accepted guesses, as the device has found, and the token after them."""
+        """The accepted drafts of a run and the token after them."""
         peek, at = self.device.peek, run.start + len(run.ids or (CONTINUES,)) - run.wants + 1
         right = peek("accepted", run.slot, 0, ticket) if run.wants > 1 else 0
         return [peek("history", run.slot, at + i, ticket) for i in range(right + 1)]
 
     def captured(self, flight: Flight) -> np.ndarray:
-        """What a pass read back of its rows: logits float32 [rows, vocab], or hidden states float32 [layers + 1, rows,
+        """The rows that a pass reads back: logits float32 [rows, vocab], or hidden states float32 [layers + 1, rows,
         width]."""
         p = flight.scheduled
         found = [self.device.read(d.name, 0, p.rows, flight.ticket).array for d in self._captured(p)]
@@ -491,16 +479,16 @@ class Runner:
             self._timing.stop(flight.ticket)
 
     def logprob(self, slot: int, position: int, ticket: int) -> TokenLogprob | None:
-        """Of the token chosen for a position; None where nobody asked."""
+        """Log-probabilities of the token at a position; None if not requested."""
         said = self.sampling.reported(slot, position, ticket)
         return None if said is None else TokenLogprob(*said[0], said[1])
 
     def assign(self, request: Request, flights: Collection[Flight] = ()) -> None:
-        """A request has got its slot: write how its tokens are chosen. flights: those that may still run."""
+        """Write a request's sampling state to its new slot. flights: passes that may still run."""
         slot = request.slot
         assert slot is not None
         spans = self.spans and (request.spans or slot in self._spanned)
-        if request.options.counts or spans:  # what is written here, no pass of the slot's last sequence may touch
+        if request.options.counts or spans:  # passes of the slot's last sequence use these tensors
             of = [f.ticket for f in flights if any(run.slot == slot for run in f.scheduled.runs)]
             if of:
                 self.device.wait(max(of))
@@ -513,11 +501,10 @@ class Runner:
         self.sampling.assign(slot, request.options, request.prompt, request.options.constraint, request.generated)
 
     def abort(self) -> None:
-        """Passes chose no tokens (AbortedStep): wait for those that run, continue without waits between workgroups, and
-        say so."""
+        """After an AbortedStep: wait for the device, disable inter-workgroup waits, report once."""
         self.device.wait()
         self.work.lost()
-        # Their mailboxes hold messages that were never read.
+        # Their inter-workgroup flags were not cleared.
         self._programs = {k: p for k, p in self._programs.items() if k[0] != "decode" and "verify" not in k[-1]}
         self._last, self.cooperative = None, False
         text = (
@@ -542,16 +529,15 @@ class Runner:
 
 
 class Stack:
-    """A stack of layers beside the one that chooses tokens: an encoder before it, a draft model beside it. It has a
-    runner on a sibling of the device, which lends it tensors (Device.sibling), and a scheduler of its own; its passes
-    run on the same queue, between those of the other."""
+    """A second stack of layers on the same queue: an encoder or a draft model. It has its own runner, on a sibling device
+    that shares tensors with the main one (Device.sibling), and its own scheduler."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.scheduler = Scheduler(runner.blocks, replace(runner.limits(1 << 20), ahead=1 << 20))
 
     def run(self) -> list[Flight]:
-        """Submit all passes that can be made now, one behind another; waits for none."""
+        """Submit all passes that the scheduler makes; does not wait."""
         flights = []
         while (made := self.scheduler.schedule()) is not None:
             flights.append(self.start(made))

@@ -1,9 +1,8 @@
-"""How the next token of a sequence is chosen: sampling parameters, constraints on the next token, and the per-slot
-state of both on the device.
+"""Sampling parameters, constraints, and the per-slot sampling state on the device.
 
-A constraint's mask is words of 32 ids: bit id % 32 of word id // 32 says that the id may be chosen. The engine asks for
-a mask before each token and tells the constraint which one was chosen, so a constrained sequence does not run ahead of
-the host. One that takes a while has `ready`: its sequence waits, and no other does.
+A constraint masks the next token: bit id % 32 of word id // 32 allows an id. The engine asks for a mask before each token
+and reports the sampled one, so a constrained sequence does not run ahead of the host. A slow constraint has `ready`; only
+its own sequence waits.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ from hybrid.spec.step import Option
 
 PLAIN = frozenset[Option]()
 PATIENCE = 0.003
-"""Seconds that a pass waits for masks; sequences without theirs are left to a later one."""
+"""Seconds that a pass waits for masks; sequences without one miss the pass."""
 GUESSED_ROWS = 16
-"""Rows of `masks` beside one for each slot: after guessed tokens, of all sequences together."""
+"""Rows of `masks` for drafts, beside one per slot."""
 
 
 MOST_BIASES = 1024
-"""Biases that a sequence may have: room of the schedules' tensors `bias_ids` and `bias`."""
+"""Most biases of a sequence: the size of the tensors `bias_ids` and `bias`."""
 MOST_LOGPROBS = 20
-"""Most likely tokens that can be reported of each choice."""
+"""Most alternatives with a reported log-probability."""
 RING = 64
-"""Positions of a sequence whose log-probabilities the device keeps."""
+"""Positions per slot whose log-probabilities the device keeps."""
 _MOST_F32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off. The same seed gives the same choices.
+    """Sampling parameters. temperature 0 = greedy; top_k 0, top_p 1, min_p 0 = off. The same seed gives the same text.
 
-    repetition_penalty r (1 = off): logits of tokens that the prompt or the text has are divided by r where positive,
-    else multiplied. presence_penalty and frequency_penalty (0 = off): subtracted once, and as often as the token was
-    generated. logit_bias {id: bias}: added. logprobs: how many of the most likely tokens are reported with each choice
-    (0: none), by the model's own distribution: before penalties, biases, masks and temperature.
-    Raises ValueError, one line that names the parameter.
+    repetition_penalty r (1 = off): divides positive and multiplies negative logits of tokens in the prompt or the text.
+    presence_penalty, frequency_penalty (0 = off): subtracted once, or per occurrence, for generated tokens. logit_bias
+    {id: bias}: added. logprobs: reported alternatives per token (0: none), from the model's own distribution, before
+    penalties, biases, masks and temperature. ValueError names the parameter.
     """
 
     temperature: float = 0.0
@@ -97,26 +95,26 @@ class Sampling:
                 raise ValueError(f"logit_bias must have token ids as its keys, not {token!r}")
             if not _is_number(bias) or not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias must have biases between -100 and 100, not {bias!r} for id {token}")
-        object.__setattr__(self, "logit_bias", dict(biases))  # whoever gave it may change theirs
+        object.__setattr__(self, "logit_bias", dict(biases))  # the caller may change its own
 
     def check(self, n_tokens: int) -> None:
-        """ValueError for biases of ids that a model with `n_tokens` tokens does not have."""
+        """ValueError for biases of ids >= n_tokens."""
         for token in self.logit_bias or ():
             if token >= n_tokens:
                 raise ValueError(f"logit_bias: the model has no token {token}; its ids are 0..{n_tokens - 1}")
 
     @property
     def counts(self) -> bool:
-        """Whether choices depend on the tokens before: the device needs all of them in `history`."""
+        """Whether penalties count tokens; `history` must then have all of them."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def adjusts(self) -> bool:
-        """Whether tokens are chosen by other logits than the model's."""
+        """Whether sampling changes the logits."""
         return self.counts or bool(self.logit_bias)
 
     def options(self, masked: bool = False) -> frozenset[Option]:
-        """The options that plans must be made with to choose so; `masked`: under a constraint."""
+        """The plan options that these parameters need. masked: under a constraint."""
         wanted: dict[Option, bool] = {"adjust": self.adjusts or masked, "logprobs": self.logprobs > 0}
         return frozenset(option for option, on in wanted.items() if on)
 
@@ -135,7 +133,7 @@ class Sampling:
         return np.array([[*floats, first_generated, len(self.logit_bias or ()), 0, 0, 0]], np.uint32)
 
     def bias_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of `bias_ids` int32 [1, 1024] and `bias` float32 [1, 1024]; what is beyond their number is not read."""
+        """Rows of `bias_ids` int32 [1, 1024] and `bias` float32 [1, 1024]; unused ones are not read."""
         ids, biases = np.zeros((1, MOST_BIASES), np.int32), np.zeros((1, MOST_BIASES), np.float32)
         for i, (token, bias) in enumerate((self.logit_bias or {}).items()):
             ids[0, i], biases[0, i] = token, bias
@@ -145,8 +143,8 @@ class Sampling:
 def reported(
     ids: np.ndarray, logprobs: np.ndarray, wanted: int
 ) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]]:
-    """The chosen token with its log-probability, and the most likely ones, falling: from one position's rows of
-    `top_ids` int32 [21] and `top_logprobs` float32 [21]. Fewer than `wanted` where fewer have a probability."""
+    """(id, log-probability) of the sampled token, and of the `wanted` most likely ones or fewer, from rows of `top_ids`
+    int32 [21] and `top_logprobs` float32 [21]."""
     pairs = [(int(i), float(p)) for i, p in zip(ids[: wanted + 1], logprobs[: wanted + 1], strict=True)]
     return pairs[0], tuple((i, p) for i, p in pairs[1:] if i >= 0)
 
@@ -161,24 +159,23 @@ def _bits(*values: float) -> np.ndarray:
 
 
 class Constraint(Protocol):
-    """What may follow in one sequence. Used by one thread at a time; a request has its own."""
+    """Masks the next token of one sequence. Called from one thread at a time."""
 
     def mask(self) -> np.ndarray | None:
-        """uint32 [ceil(n / 32)], n being the tokenizer's size: which ids may come next; None: any."""
+        """Allowed ids as uint32 [ceil(n / 32)], n the tokenizer's size; None: all."""
         ...
 
     def accept(self, token: int) -> None:
-        """`token` comes next."""
+        """Advance by `token`."""
         ...
 
     def copy(self) -> Constraint:
-        """One in the same state, independent of this."""
+        """An independent copy of the state."""
         ...
 
 
 def is_ready(constraint: Constraint, wait: float) -> bool:
-    """Whether `mask` answers at once, after at most `wait` seconds: what the constraint's own `ready(wait)` says, else
-    yes."""
+    """The constraint's `ready(wait)`: whether its mask is there within `wait` seconds; True without such a method."""
     ready = getattr(constraint, "ready", None)
     return True if ready is None else bool(ready(wait))
 
@@ -189,7 +186,7 @@ def mask_words(vocab: int) -> int:
 
 
 def mask_of(ids: Iterable[int], vocab: int) -> np.ndarray:
-    """uint32 [ceil(vocab / 32)]: a mask that allows these ids; IndexError for one that is none."""
+    """uint32 [ceil(vocab / 32)]: a mask of these ids. IndexError for an id outside the vocabulary."""
     bits = np.zeros(32 * mask_words(vocab), np.uint8)
     wanted = np.fromiter(ids, np.int64)
     outside = wanted[(wanted < 0) | (wanted >= vocab)]
@@ -200,7 +197,7 @@ def mask_of(ids: Iterable[int], vocab: int) -> np.ndarray:
 
 
 def ids_of(mask: np.ndarray) -> np.ndarray:
-    """int64: the ids that a mask allows, rising."""
+    """int64: the allowed ids, ascending."""
     return np.flatnonzero(np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little"))
 
 
@@ -210,9 +207,8 @@ def allows(mask: np.ndarray, token: int) -> bool:
 
 
 def checked_mask(mask: np.ndarray, vocab: int, n_tokens: int) -> np.ndarray:
-    """A constraint's mask as the device takes it: uint32 [ceil(vocab / 32)], vocab being the rows of the output matrix.
-    It may be given over the tokenizer's ids alone, of which a matrix may have more rows. ValueError where it is no such
-    mask, and where it allows none of the `n_tokens` ids that can be chosen: such a row has no next token."""
+    """A mask padded to the rows of the output matrix: uint32 [ceil(vocab / 32)]. It may cover the tokenizer's ids only.
+    ValueError for another shape or dtype, and for a mask that allows none of the `n_tokens` ids."""
     least, words = mask_words(n_tokens), mask_words(vocab)
     if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.ndim != 1 or not least <= len(mask) <= words:
         shown = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else repr(mask)
@@ -224,7 +220,7 @@ def checked_mask(mask: np.ndarray, vocab: int, n_tokens: int) -> np.ndarray:
 
 
 class Allowed:
-    """The simplest constraint: the same ids at every position. ValueError for none."""
+    """A constraint that always allows the same ids. ValueError for no ids."""
 
     def __init__(self, ids: Iterable[int], vocab: int) -> None:
         self._mask = mask_of(ids, vocab)
@@ -242,8 +238,8 @@ class Allowed:
 
 
 class SamplingState:
-    """Per-slot sampling state: each slot's rows of the tables that sample, adjust_logits and logprobs read, and the masks
-    of its constraint. Only reading results waits; the caller sees to it that no pass reads a row that is written."""
+    """Per-slot sampling state: rows of the tensors that sample, adjust_logits and logprobs read, and constraint masks. Only
+    reading results waits. The caller ensures that no running pass reads a row that is written."""
 
     def __init__(self, device: Device, target: Target) -> None:
         self.device, self.target = device, target
@@ -251,11 +247,11 @@ class SamplingState:
         self._logprobs: dict[int, int] = {}
         self._constraints: dict[int, Constraint] = {}
         self._masks: dict[int, list[np.ndarray | None]] = {}
-        """Slot -> what its constraint allows next, once asked; then after each guessed token."""
+        """Slot -> masks for the next token and after each draft."""
         self._rows: dict[int, list[int]] = {}
-        """Slot -> rows of `masks` that hold what it allows after guesses; its own row holds what it allows next."""
+        """Slot -> rows of `masks` for its drafts."""
         self._free = list(range(target.cache.slots, target.cache.slots + GUESSED_ROWS))
-        self._patience = 0.0  # until when the next pass waits
+        self._patience = 0.0  # end of the next pass's wait for masks
 
     def assign(
         self,
@@ -265,8 +261,8 @@ class SamplingState:
         constraint: Constraint | None = None,
         generated: Sequence[int] = (),
     ) -> None:
-        """Sample a slot's sequence by these from now on. prompt, generated: all its tokens until now; needed where
-        sampling.counts. ValueError for biases of ids that the model does not have."""
+        """Set a slot's sampling parameters. prompt, generated: its known tokens, needed where sampling.counts. ValueError for
+        biases of unknown ids."""
         sampling.check(self.target.n_tokens)
         self.release(slot)
         self.device.write("params", Tensor.of(sampling.words()), slot)
@@ -285,14 +281,14 @@ class SamplingState:
             self._constraints[slot] = constraint
 
     def release(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+        """Clear a slot."""
         self._forget(slot)
         self._options.pop(slot, None)
         self._logprobs.pop(slot, None)
         self._constraints.pop(slot, None)
 
     def forget(self, constraint: Constraint) -> None:
-        """A constraint's sequence has ended."""
+        """Drop a constraint whose sequence has ended."""
         for slot in [s for s, c in self._constraints.items() if c is constraint]:
             self._forget(slot)
             del self._constraints[slot]
@@ -303,25 +299,24 @@ class SamplingState:
         self._free += self._rows.pop(slot, [])
 
     def options(self, slots: Iterable[int]) -> frozenset[Option]:
-        """What plans must be made with for a pass that chooses tokens of these slots."""
+        """Plan options for a pass that samples for these slots."""
         return PLAIN.union(*(self._options.get(s, PLAIN) for s in slots))
 
     def constrained(self, slots: Iterable[int]) -> bool:
-        """Whether one of these may not run ahead of what its constraint has been told."""
+        """Whether any of these has a constraint."""
         return False if not self._constraints else any(s in self._constraints for s in slots)
 
     def begin_pass(self) -> None:
-        """A pass is being made: it waits for masks no longer than PATIENCE from now."""
+        """Start the wait for masks of the next pass (PATIENCE)."""
         if self._constraints:
             self._patience = time.monotonic() + PATIENCE
 
     def ready(self, constraint: Constraint | None) -> bool:
-        """Whether a constraint's next mask is there; waits for it as long as the pass may."""
+        """Whether a constraint's next mask is there, within the pass's wait."""
         return constraint is None or is_ready(constraint, max(0.0, self._patience - time.monotonic()))
 
     def prepare(self, slot: int) -> None:
-        """Ask a slot's constraint, if it has one, what may come next; raises what the constraint raises, and ValueError
-        for a mask that is none or allows nothing."""
+        """Ask a slot's constraint for its next mask. Raises the constraint's errors, and ValueError for an invalid mask."""
         if slot in self._constraints and slot not in self._masks:
             self._masks[slot] = [self._asked(self._constraints[slot])]
 
@@ -330,9 +325,7 @@ class SamplingState:
         return None if mask is None else checked_mask(mask, t.hparams.vocab, t.n_tokens)
 
     def allowed(self, slot: int, guesses: Sequence[int]) -> tuple[int, ...]:
-        """The first of these guesses that a pass may verify, after the slot's last token: all of them without a
-        constraint; under one, those before the first that it forbids, which could not be chosen anyway. Raises as
-        `prepare` does."""
+        """The leading drafts that the slot's constraint allows. Raises as `prepare`."""
         if slot not in self._constraints:
             return tuple(guesses)
         self._forget(slot)
@@ -350,14 +343,14 @@ class SamplingState:
                 if not self.ready(ahead):
                     break
                 masks.append(self._asked(ahead))
-            except Exception:  # if the token really comes, the constraint says it again, and then it counts
+            except Exception:  # raised again if the token is really sampled
                 break
             rows.append(self._free.pop())
         return tuple(guesses[: len(masks) - 1])
 
     def mask_rows(self, slots: Sequence[int]) -> np.ndarray:
-        """int32 [slots]: the rows of `masks` for a pass whose output rows are of these slots, written here; -1: none. A
-        slot that stands there several times has its guesses in these rows."""
+        """int32 [slots]: rows of `masks` for output rows of these slots, written here; -1: none. Repeated slots are runs of
+        drafts."""
         rows = np.full(len(slots), -1, np.int32)
         nth: dict[int, int] = {}
         for i, slot in enumerate(slots):
@@ -372,7 +365,7 @@ class SamplingState:
         return rows
 
     def accept(self, slot: int, token: int) -> None:
-        """Tell a slot's constraint which token was chosen."""
+        """Advance a slot's constraint by a sampled token."""
         if slot in self._constraints:
             self._forget(slot)
             self._constraints[slot].accept(token)
@@ -380,8 +373,8 @@ class SamplingState:
     def reported(
         self, slot: int, position: int, ticket: int | None = None
     ) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]] | None:
-        """The token chosen for a position with its log-probability, and the most likely ones, after the pass `ticket`;
-        None where nobody asked. At most 64 positions late: the device keeps no more of a slot."""
+        """Log-probabilities of a position after the pass `ticket` (`reported`); None if not requested. The device keeps the
+        last RING positions of a slot."""
         wanted = self._logprobs[slot]
         if not wanted:
             return None
