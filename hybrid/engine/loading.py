@@ -1,5 +1,4 @@
-"""Loading a model: the engine's configuration, its memory budget, weights on their way from a checkpoint to a device, and
-how long that took."""
+"""Loading a model: configuration, memory budget, upload of weights, and timing."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ SHARING = 4
 
 
 def check_guesses(speculate: object) -> int:
-    """The most tokens to guess in a pass, by what a user asks for. ValueError."""
+    """A checked limit of drafts per pass. ValueError."""
     if speculate == "auto":
         return MOST_GUESSES
     if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_GUESSES:
@@ -65,11 +64,11 @@ def check_guesses(speculate: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Checked when made: ValueError names the field and what it may be. None: decided by the model or the device."""
+    """ValueError names the field and its range. None: decided by the model or the device."""
 
     precision: PrecisionName = "auto"
-    """auto: quantised weights with int8 activations and an f16 KV cache, others in float32, or as quantised ones beside
-    them on matrix units; exact: float32; fast: unquantised weights with f16 activations."""
+    """auto: quantised weights with int8 activations (f16 on matrix units) and an f16 KV cache, other weights in float32;
+    exact: float32; fast: unquantised weights with f16 activations."""
     kv: CacheChoice = "auto"
     """Storage type of the KV cache; auto: by `precision`."""
     weights: str | None = None
@@ -77,25 +76,24 @@ class EngineConfig:
     ctx: int | None = None
     """Positions per sequence (default: the model's context, at most DEFAULT_CTX)."""
     slots: int = 1
-    """Sequences that the KV cache holds at a time."""
+    """Sequences that run at once."""
     blocks: tuple[int, int] = (0, 0)
-    """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With
-    fewer, requests wait for one another."""
+    """KV blocks of global and of local layers (0: enough for `slots` sequences at full length)."""
     shared: bool = False
-    """In place of `slots` and `blocks`: SHARING slots, with blocks for one sequence at its longest."""
+    """SHARING slots with the blocks of one full sequence, in place of `slots` and `blocks`."""
     memory: int | None = None
-    """Bytes on the device: the KV cache takes what weights and activations leave of them, in place of `blocks`."""
+    """Memory budget in bytes on the device; the KV cache takes the rest, in place of `blocks`."""
     chunk: int | None = None
     """Most rows of a prefill pass (default: what fills the device's matrix units)."""
     n_tokens: int | None = None
-    """Ids below this may be chosen (default: the tokenizer's size)."""
+    """Ids below this can be sampled (default: the tokenizer's size)."""
     deterministic: bool = False
-    """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor
-    on what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
+    """One bucket for all passes, so that a row's bits depend neither on prompt chunks nor on batch neighbours. Slower:
+    prompts run a few rows at a time; on cpu one row and one sequence."""
     guesses: int = 0
-    """Most guessed tokens that a pass verifies (hybrid/engine/speculation.py)."""
+    """Most drafts of a pass (hybrid/engine/speculation.py)."""
     profile: bool = False
-    """Time every step (Runner.trace), at the cost of a wait after each pass."""
+    """Time every step (Runner.trace); waits after each pass."""
     progress: bool = False
     """A progress bar on standard error while weights load."""
 
@@ -113,7 +111,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer, or None for the default, not {value!r}")
 
     def context(self, hparams: HParams) -> int:
-        """Positions per sequence for a model. ValueError where it was made for fewer."""
+        """Positions per sequence for a model. ValueError beyond the model's context."""
         ctx = min(hparams.context_length, DEFAULT_CTX) if self.ctx is None else self.ctx
         if not 1 <= ctx <= hparams.context_length:
             raise ValueError(
@@ -123,7 +121,7 @@ class EngineConfig:
 
 
 def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSizes:
-    """Row counts that plans are made for. ValueError where the device cannot be deterministic for so many slots."""
+    """Buckets. ValueError where the device cannot be deterministic with so many slots."""
     can = capabilities_of(device.has)
     chunk = chunk_of(can) if config.chunk is None else config.chunk
     fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
@@ -135,8 +133,7 @@ def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSiz
 def target_for(
     config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes
 ) -> Target:
-    """What all plans of the engine share. ValueError for weights that the device cannot hold as the configuration
-    says."""
+    """What all plans share. ValueError for weight types that the device does not support."""
     hp = checkpoint.hparams
     n_tokens = checkpoint.tokenizer.n_tokens if config.n_tokens is None else config.n_tokens
     return Target(
@@ -156,23 +153,23 @@ def target_for(
 # --- the memory budget ------------------------------------------------------------------------------------------------
 
 HEADROOM = 96 << 20
-"""Bytes that are left to what no plan declares: staging, kernels' own scratch, command buffers."""
+"""Headroom for undeclared allocations: staging, kernel scratch, command buffers."""
 LEAST_KEPT = 16
-"""Whole sequences that the cache may keep for prefixes, however few slots there are."""
+"""Least capacity of the prefix cache, in full sequences."""
 
 
 class OverBudget(ValueError):
-    """The memory does not hold the model with one sequence."""
+    """The memory budget does not hold the model with one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What goes where. sequences: of `context` positions, that the blocks hold at their longest."""
+    """Split of the memory budget. sequences: capacity in full sequences of `context` positions."""
 
     memory: int
     weights: int
     rest: int
-    """Activations, tables, what is read back, and HEADROOM."""
+    """Activations, tables, results, and HEADROOM."""
     blocks: tuple[int, int]
     kv: int
     sequences: float
@@ -185,8 +182,8 @@ class Budget:
 
 
 def budget_for(memory: int, held: Footprint, cache: CacheShape) -> Budget:
-    """Blocks for `memory` bytes. held: what the engine takes with `cache`, whose blocks are those of all slots. OverBudget
-    says what is missing and what would fit."""
+    """The split of `memory` bytes. held: the engine's footprint with `cache`. OverBudget says what is missing and what would
+    fit."""
     rest = held.total - held.weights - held.kv_global - held.kv_local + HEADROOM
     left = memory - held.weights - rest
     per_global, per_local = held.kv_global / cache.global_blocks, held.kv_local / cache.local_blocks
@@ -208,8 +205,7 @@ def budget_for(memory: int, held: Footprint, cache: CacheShape) -> Budget:
 def with_budget(
     opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint
 ) -> tuple[Opened, Schedule]:
-    """The family's schedule, or where memory has no room for its weights the one that it names for that; `passed_over`
-    says why."""
+    """The family's schedule, or its fallback where the memory budget is too small; `passed_over` says why."""
     if not schedule.schedule.without_room or not (missing := lacking(config, checkpoint, opened.device, schedule)):
         return opened, schedule
     instead = find_schedule(schedule.schedule.without_room)
@@ -218,8 +214,7 @@ def with_budget(
 
 
 def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> str:
-    """What is missing for a model by this schedule in `config.memory`, or in what the device has left; empty where
-    nothing is, or the device does not know what it has."""
+    """What the memory budget (or the device's free memory) lacks for a schedule; empty if nothing, or unknown."""
     memory = device.available if config.memory is None else config.memory
     if memory is None:
         return ""
@@ -233,8 +228,7 @@ def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedu
 def fitted(
     config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule
 ) -> tuple[EngineConfig, Budget | None]:
-    """The configuration with as many blocks as `config.memory` has room for; with `shared`
-    slots that share those of one sequence; as it is where neither is asked for."""
+    """The configuration with `blocks` set from `memory` or `shared`; unchanged without them."""
     hp = checkpoint.hparams
     alone = config.deterministic and device.backend == "cpu"  # runs one sequence at a time
     if config.shared and not alone:
@@ -272,11 +266,11 @@ _AT_ONCE = 1 << 19  # converted at once by a thread: 2 MB in float32
 
 
 def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cpu") -> dict[str, WeightInfo]:
-    """Dtype and shape of every tensor as the device will hold it: matrices in type `weights`, else as in the file, else
-    (a type that the backend does not compute with) in the one near it.
+    """Dtype and shape of every tensor on the device: type `weights` for matrices, else the file's type, or where the backend
+    does not support that, the nearest one.
 
-    Vectors and the smallest matrices stay float32, and `weights` does not mean the classes AS_STORED. Raises ValueError
-    for an unknown type or rows that are not whole blocks.
+    Vectors and the smallest matrices stay float32; `weights` leaves classes AS_STORED alone. ValueError for an unknown
+    type or rows that are not whole blocks.
     """
     makes = [t for t in WRITABLE_TYPES if t in computed(backend)]
     if weights is not None and weights not in WEIGHT_TYPES:
@@ -307,12 +301,9 @@ def upload(
     progress: bool = True,
     stored: Callable[[], object] = lambda: None,
 ) -> tuple[Reencoded, ...]:
-    """Store every weight on the device, one after another; each source is read when it is stored, and converted to its
-    dtype in `types` a few rows at a time. Returns what was re-encoded because the device does not compute with a file's
-    type.
+    """Upload every weight, reading and converting a few rows at a time. Returns the re-encoded tensors.
 
-    Above one second a progress bar in bytes appears on a terminal, elsewhere a line now and then. `stored` is called
-    after each tensor.
+    Shows progress after one second. `stored` is called after each tensor.
     """
     changed: dict[str, float] = {}
     decls = list(decls)
@@ -331,7 +322,7 @@ def upload(
 
 
 def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, float]) -> Iterator[Source]:
-    """What makes the rows of a tensor as `dtype`, one after another. Re-encoding notes its rounding in `changed`."""
+    """Reads rows of a tensor as `dtype`. Re-encoding notes its rounding error in `changed`."""
     stored = checkpoint.dtype(name)
     if stored == dtype:
         yield lambda: checkpoint.packed(name) or checkpoint.tensor(name)
@@ -340,7 +331,7 @@ def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, fl
 
     def make(start: int, stop: int) -> Tensor:
         out = Tensor.empty(dtype, (stop - start, width))
-        with ThreadPoolExecutor() as threads:  # NumPy lets go of the interpreter
+        with ThreadPoolExecutor() as threads:  # NumPy releases the GIL
             roundings = list(
                 threads.map(lambda span: fill(out, start, *span), row_blocks(stop - start, width, _AT_ONCE))
             )
@@ -374,8 +365,8 @@ _GIB = 1 << 30
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process that are in memory now, from /proc: `anonymous` (its own), `file` (mapped files, page cache
-    that counts as the process's), `shared`, and the `peak` of their sum. Empty on systems that do not say."""
+    """Resident bytes of this process from /proc: `anonymous`, `file` (mapped), `shared`, and the `peak` of their sum. Empty
+    elsewhere."""
     names = {"RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared", "VmHWM": "peak"}
     try:
         lines = [line.split() for line in _STATUS.read_text().splitlines()]
@@ -385,7 +376,7 @@ def resident() -> dict[str, int]:
 
 
 def peak_resident() -> int:
-    """The most memory that this process has had at once, in bytes; 0 on systems that do not say."""
+    """Peak resident bytes of this process; 0 if unknown."""
     found = resident().get("peak")
     if found is not None:
         return found
@@ -398,9 +389,8 @@ def peak_resident() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Seconds of each phase, in order; bytes_up were brought to the device in phase `weights`. Memory in bytes:
-    `peak_host` is the whole process's, libraries' files included; `peak_anonymous` the most of its own that was seen
-    between two tensors, None on systems that do not say."""
+    """Seconds by phase; bytes_up: uploaded in phase `weights`. peak_host: peak resident bytes, libraries included;
+    peak_anonymous: greatest sample between tensors, None if unknown."""
 
     seconds: Mapping[str, float]
     bytes_up: int
@@ -438,7 +428,7 @@ class LoadClock:
             self.sample()
 
     def sample(self) -> None:
-        """Note the memory held now, if it is the most so far."""
+        """Sample the resident memory."""
         now = resident().get("anonymous")
         if now is not None:
             self._anonymous = max(now, self._anonymous or 0)
@@ -456,8 +446,8 @@ def load_tensors(
     clock: LoadClock,
     progress: bool,
 ) -> tuple[Reencoded, ...]:
-    """Store every tensor that outlives a pass of `plans` (the largest of each kind) and reserve memory for their
-    activations and for the scratch of the kernels of all `sizes`. Returns what was re-encoded (weights.upload)."""
+    """Store every tensor that outlives a pass of `plans` (the largest of each kind); reserve activations, and kernel scratch
+    for all `sizes`. Returns the re-encoded tensors."""
     decls = outlasting(plans)
     with clock.phase("cache"):
         for decl in decls.values():
@@ -466,7 +456,7 @@ def load_tensors(
                 device.store(decl, Tensor.of(rope_of(target.hparams.layers[decl.layer], target.cache.ctx)))
             elif decl.kind != "weight":
                 device.store(decl)
-        # Where passes overlap the largest plans are enough: a second device says now what it lacks for them.
+        # With overlapping passes the largest plans suffice; a second device reports now what it lacks.
         every = plans if device.overlaps else every_size(target, sizes)
         device.reserve(max(p.arena_bytes for p in plans), every)
     weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope"]
@@ -488,7 +478,7 @@ def plans_of_model(
     chunk: int | None = None,
     backend: str = "vulkan",
 ) -> Iterator[Plan]:
-    """Plans of two layers of each kind, of every number of rows: the others' steps have the same sizes.
+    """Plans of every bucket with two layers of each kind; other layers have steps of the same sizes.
 
     model: a file, a directory, or the name of a sheet of specs/models. schedule: a shipped one's name, or a file.
     slots: sequences (default: as `load` has them, SHARING ones with the blocks of one). chunk: rows of a prefill pass

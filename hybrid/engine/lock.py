@@ -1,9 +1,7 @@
-"""The lock that threads share an engine by: reentrant, and given in the order in which threads asked.
+"""The engine's lock: reentrant and fair (FIFO).
 
-A generation holds it while it works for one piece of text and releases it with every piece: threads interleave as
-iterators of a single thread do, and an iterator that was dropped holds nothing. Ctrl-C waits until the main thread
-releases it, so that what it guards is never half changed (hybrid.core.interrupts: `allowed`, around what may take
-long).
+A reader holds it for one engine step. Ctrl-C waits until the main thread releases it, so that guarded state is never
+half changed (hybrid.core.interrupts; `allowed` marks long device waits).
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ T = TypeVar("T")
 
 
 class EngineLock:
-    """`with lock:` waits until it is this thread's; a thread that holds it may take it again."""
+    """A reentrant FIFO lock for `with`."""
 
     def __init__(self) -> None:
-        self._state = threading.Lock()  # of owner and queue, held for no longer than a look at them
+        self._state = threading.Lock()  # guards owner and queue; held briefly
         self._owner: int | None = None
         self._depth = 0
-        self._queue: deque[tuple[int, threading.Lock]] = deque()  # threads that wait, and what each of them waits on
+        self._queue: deque[tuple[int, threading.Lock]] = deque()  # waiting threads and their locks
         self._deferred: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> EngineLock:
@@ -47,8 +45,7 @@ class EngineLock:
             interrupts.release()
 
     def steps(self, inner: Generator[T, None, None]) -> Generator[T, None, None]:
-        """What a generator yields, the lock held for each of its steps. When this is dropped, `inner` is closed by
-        `call_soon`."""
+        """Iterate `inner` with the lock held for each step; dropping the iterator closes `inner` by `call_soon`."""
         try:
             while True:
                 with self, interrupts.allowed():
@@ -61,12 +58,12 @@ class EngineLock:
             self.call_soon(inner.close)
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Call this with the lock held: now where no thread holds it, else in the thread that does, when it releases
-        it. Never waits, because garbage is collected, and with it an iterator closed, in the midst of anything."""
+        """Run `call` with the lock held: now if it is free, else when its holder releases it. Never waits, because
+        the garbage collector may call it anywhere."""
         self._deferred.append(call)
         with interrupts.held():
             if not self._state.acquire(blocking=False):
-                return  # whoever looks is about to take or release the lock, and runs what was deferred
+                return  # the thread with `_state` will run the deferred calls
             try:
                 if self._owner is not None:
                     return
@@ -122,7 +119,7 @@ class EngineLock:
             self._deferred.popleft()()
 
     def _release(self) -> None:
-        """Run what was deferred, then hand the lock to the first of the queue."""
+        """Run deferred calls, then hand the lock to the first waiter."""
         self._depth = 1  # deferred calls may take the lock again
         try:
             if self._deferred:

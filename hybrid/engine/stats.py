@@ -1,10 +1,9 @@
-"""Figures: what a generation did and how fast, what the engine has done so far, and what passes have taken.
+"""Statistics of generations, of the engine, and of passes.
 
-Seconds of a pass are the host's clock, from its submission, or from the end of the pass before, until the host saw that
-it had ended. Bytes and operations are the declared costs of the plan that ran, for the rows, sequences and mean context
-of the pass. A pass costs the host a few additions; costs are computed when somebody asks. They are multilinear in rows,
-sequences and context, up to windows and the last block, as long as contexts are within two neighbouring powers of two: so
-sums of products are kept for each plan and power of two, and a plan's declared cost is evaluated at the corners.
+Seconds of a pass run from its submission, or the end of the pass before, until the host sees its end. Bytes and
+operations are the plan's declared costs for the pass's rows, sequences and mean context. Within a factor of two of the
+context these costs are multilinear. So a pass only adds to sums of products, kept per plan and power of two, and costs are
+evaluated at the corners on request.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from hybrid.planning.cost import plan_cost
 from hybrid.spec.devicesheet import sheet_for
 
 Finish = Literal["eos", "stop", "length", "context", "cancelled", "deadline", "error"]
-"""Why a request ended: an end-of-text token, a stop string, max_tokens, the context's end, its caller, its deadline, or
-what went wrong."""
+"""Why a request ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A chosen token, its natural log probability, and those of the most likely tokens, the best first."""
+    """A sampled token, its natural log-probability, and the most likely alternatives, best first."""
 
     id: int
     logprob: float
@@ -40,7 +38,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What the statistics of a request say of the engine that ran it; see the fields of Stats."""
+    """The engine's part of Stats."""
 
     device: str
     passed_over: tuple[str, ...]
@@ -58,17 +56,17 @@ class EngineReport:
     accepted: int = 0
 
     def fields(self) -> dict[str, Any]:
-        """By name, as Stats takes them."""
+        """Fields of Stats by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of one generation. Seconds are the host's clock; rates are per second."""
+    """Statistics of one generation. Seconds on the host's clock."""
 
     device: str
     passed_over: tuple[str, ...]
-    """Devices of the chain that could not be used, and why."""
+    """Devices that were skipped, and why."""
     precision: Mapping[str, tuple[str, ...]]
     """Storage types: weights, activations (matrix inputs), kv; `prefill activations` where those differ."""
     prompt_tokens: int
@@ -78,30 +76,30 @@ class Stats:
     first_token_seconds: float
     total_seconds: float
     bytes_per_token: int
-    """Bytes that one decode pass must move, by the operations' declared cost at the sequence's mean length."""
+    """Declared bytes of a decode pass at the sequence's mean length."""
     per_pass: Mapping[str, float] = field(default_factory=dict)
     """Submits, dispatches, allocations, ... per decode pass."""
     ids: tuple[int, ...] = ()
     carried: str = ""
-    """Copies between the devices of one plan, since they were opened."""
+    """Copies between devices since they were opened."""
     notes: tuple[str, ...] = ()
     """What the checkpoint's reader assumed or left out."""
     cached_tokens: int = 0
-    """Tokens before the prompt's that the cache held already (of a session)."""
+    """Cached tokens before the prompt."""
     load: Load | None = None
-    """What loading the model took."""
+    """Timing of loading."""
     reencoded: tuple[str, ...] = ()
-    """Types of the file that the device holds as others, and what that costs."""
+    """Re-encoded types and their error."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the device holds, by purpose; `left_in_files` (cpu) are weights that it reads again at every use."""
+    """Bytes on the device by purpose; `left_in_files` (cpu): weights that are read again at every use."""
     threads: str = ""
-    """How matrix products use the host's processors, where they do."""
+    """Threads of host matrix products."""
     guessed: str = ""
-    """Guesses of the next tokens, where there are any: how many, how many of them right, tokens of a pass."""
+    """Speculation: drafts, accepted drafts, tokens per pass."""
     drafted: int = 0
     accepted: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of each generated token, where they were asked for."""
+    """Per generated token, if requested."""
 
     @property
     def prompt_per_second(self) -> float:
@@ -110,13 +108,13 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first over the time after the first; 0 when there is none, which is then no speed."""
+        """Tokens after the first over the time after the first; 0 for one token."""
         seconds = self.total_seconds - self.first_token_seconds
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
 
     @property
     def timed(self) -> bool:
-        """Was there a token after the first, whose speed could be taken?"""
+        """Whether there was a token after the first."""
         return self.tokens_per_second > 0
 
     @property
@@ -125,7 +123,7 @@ class Stats:
 
     @property
     def share_of_peak(self) -> float | None:
-        """Of the device's bandwidth, where a device sheet knows it."""
+        """Share of the peak bandwidth, if a device sheet has it."""
         sheet = sheet_for(self.device)
         peak = sheet.peak.bandwidth_gb_s if sheet else None
         return self.gb_per_second / peak.value if peak else None
@@ -145,7 +143,7 @@ class Stats:
         return " | ".join([*parts, self.finish])
 
     def reasons(self) -> list[str]:
-        """A line for each device that was wanted first or failed: a fallback is never without its reason."""
+        """A line for each skipped or failed device."""
         return [f"passed over: {p}" for p in self.passed_over]
 
     def details(self) -> list[str]:
@@ -184,7 +182,7 @@ class Stats:
 
 
 PassPhase = Literal["prefill", "decode", "mixed"]
-"""Rows of a pass: of prompts alone, of sequences that decode alone, or both."""
+"""Kinds of passes: prompt rows only, decode rows only, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +220,7 @@ class Rows(Protocol):
 
 
 class Work:
-    """For the thread that owns the device, but `totals`, which any may call. clock: seconds."""
+    """Accumulates the work of passes. Called by the engine's thread; `totals` from any. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -233,7 +231,7 @@ class Work:
         self._lock = threading.Lock()  # of the corners
 
     def begin(self, p: Rows, onward: bool, plan: Plan) -> None:
-        """A pass is about to be submitted. onward: by a plan of the phase decode, a row of each sequence."""
+        """Note a pass before its submission. onward: by a decode plan, one row per sequence."""
         context = mean_context(p)
         bits = context.bit_length()
         key = (phase_of(p), id(plan), bits)
@@ -245,7 +243,7 @@ class Work:
         sums.moments += ((1, context), (s, s * context)), ((t, t * context), (t * s, t * s * context))
 
     def end(self, p: Rows) -> None:
-        """The host has seen that a pass has ended, and so have those before it."""
+        """Note the end of a pass and of those before it."""
         now = self._clock()
         ended = 1 + next((i for i, (known, _, _) in enumerate(self._open) if known is p), -1)
         done, self._open = self._open[:ended], self._open[ended:]
@@ -259,11 +257,11 @@ class Work:
         self._last = now
 
     def lost(self) -> None:
-        """Passes that had not ended never will."""
+        """Drop open passes after a loss."""
         self._open.clear()
 
     def totals(self) -> Mapping[PassPhase, Total]:
-        """Of passes since the beginning; bytes and operations of some that have not ended are in it."""
+        """Totals; bytes and operations may include open passes."""
         found: dict[PassPhase, Total] = {}
         for (phase, _, _), sums in list(self._sums.items()):
             nbytes, flops = np.tensordot(self._at_corners(sums), _weights(sums), 3).tolist()
@@ -291,13 +289,13 @@ class Work:
 
 
 def phase_of(p: Rows) -> PassPhase:
-    """By its runs: one that wants as many tokens as it has rows decodes, any other is of a prompt."""
+    """Rows of a pass by kind: runs with logits for every row decode, others are prompts."""
     prompts = sum(run.ids is not None and len(run.ids) > run.wants for run in p.runs)
     return "decode" if not prompts else "prefill" if prompts == len(p.runs) else "mixed"
 
 
 def mean_context(p: Rows) -> int:
-    """Mean positions that a row looks at, at least 1."""
+    """Mean context of a pass's rows, at least 1."""
     seen = rows = 0
     for _, _, start, ids, *_ in p.runs:
         n = 1 if ids is None else len(ids)
@@ -334,29 +332,28 @@ class Metrics:
     """A snapshot; counts are since the model was loaded."""
 
     waiting: int = 0
-    """Requests that no pass has run for."""
+    """Requests without a pass so far."""
     running: int = 0
     prompt_tokens: int = 0
-    """Of requests that were begun, those found in the cache included."""
+    """Prompt tokens of admitted requests, cached ones included."""
     cached_tokens: int = 0
-    """Of prompt_tokens, those that were not computed."""
+    """Cached prompt tokens."""
     generated_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
-    """Requests by how they ended: eos, stop, length, context, cancelled, deadline, error."""
+    """Ended requests by Finish."""
     refused: int = 0
-    """Requests that found the queue full."""
+    """Requests refused with QueueFull."""
     passes: int = 0
     drafted: int = 0
-    """Guessed tokens that passes verified; accepted: those of them that were right; verified: passes with guesses, of
-    each sequence."""
+    """Verified drafts; accepted: accepted ones; verified: verifications, per sequence."""
     accepted: int = 0
     verified: int = 0
     preemptions: int = 0
     evictions: int = 0
-    """Cached blocks that were given up for others."""
+    """Evicted blocks."""
     recomputed: int = 0
-    """Rows that were run again after a preemption or an aborted step."""
+    """Rows computed again after a preemption or an aborted step."""
     work: Callable[[], Mapping[PassPhase, Total]] = dict
-    """What passes took, by phase; asked for apart, since declared costs take a moment."""
+    """Work by phase; computed separately, because it takes a moment."""
     blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By kind of layer: used, cached (of no running sequence, but found again) and free blocks of the KV cache."""
+    """KV blocks by layer kind: used, cached (idle) and free."""

@@ -14,8 +14,7 @@ from hybrid.core.device import Program, StepTime
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """One timed pass: seconds on the host's clock, and the devices' times of its steps. Passes may overlap where several
-    devices run them."""
+    """One timed pass: seconds on the host's clock and device times of its steps. Passes of several devices may overlap."""
 
     plan: str
     begin: float
@@ -24,12 +23,12 @@ class TimedPass:
     rows: int = 0
     outs: int = 0
     context: int = 0
-    """Mean positions that a row sees."""
+    """Mean context of its rows."""
 
 
 class Timing:
-    """Passes that were submitted and whose times have not been read, because reading waits; `trace` gets them
-    afterwards. overlaps: whether passes may overlap, so that the host's clock does not tell when one ended."""
+    """Submitted passes whose device times are unread; they end up in `trace`. overlaps: whether passes overlap, so that
+    the host does not see a pass's end."""
 
     def __init__(self, trace: list[TimedPass], overlaps: bool) -> None:
         self.trace, self.overlaps = trace, overlaps
@@ -40,7 +39,7 @@ class Timing:
         self._running.append((program, ticket, begin, size))
 
     def stop(self, ticket: int) -> None:
-        """The passes up to a ticket are done: read their times."""
+        """Read the times of passes up to a finished ticket."""
         done = [r for r in self._running if r[1] <= ticket]
         self._running = [r for r in self._running if r[1] > ticket]
         for program, number, begin, size in done:
@@ -52,7 +51,7 @@ class Timing:
 
 
 def _lanes(passes: Sequence[TimedPass]) -> list[int]:
-    """For each pass the first row of the picture in which it overlaps with none before it."""
+    """For each pass the first lane without overlap."""
     ends: list[float] = []
     found = []
     for p in passes:
@@ -63,9 +62,8 @@ def _lanes(passes: Sequence[TimedPass]) -> list[int]:
 
 
 def events(passes: Sequence[TimedPass], device: str) -> list[dict[str, Any]]:
-    """Chrome trace events: a row for passes (host clock), more where they overlap; a row for the steps of each device, on
-    the host's clock where the device's can be compared with it, else from their pass's begin. Microseconds from the
-    first pass."""
+    """Chrome trace events in microseconds: lanes for passes (host clock) and one lane per device for its steps, placed on
+    the host's clock where the device's clock is calibrated, else from the begin of their pass."""
     zero = min((p.begin for p in passes), default=0.0)
     others = sorted({s.device for p in passes for s in p.steps} - {""})
     step_row = {"": 1, **{name: 2 + i for i, name in enumerate(others)}}
