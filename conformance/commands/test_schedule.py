@@ -28,8 +28,7 @@ from hybrid.spec.step import Phase
         ('op = "embed"', 'opp = "embed"', r"before\[1\]\.opp: unknown key.*did you mean 'op'"),
         ('extent = "outs"', 'extent = "out"', r"extent: 'out': use one of rows, outs, wanted"),
         ('act = { x = "auto:w" }', 'act = { x = "int8" }', "x = 'int8': use one of f32, f16, q8_act or auto:"),
-        ('cpu = ["cpu"]', 'cpu = ["gpu"]', "a chain of cpu, vulkan"),
-        ('auto = ["vulkan:gpu", "cpu"]\n', "", 'needs the chain "auto"'),
+        ("[axes]", '[devices]\ncpu = ["gpu"]\n[axes]', "a chain of cpu, vulkan"),
         (
             'unquantised = { act = "f32", kv = "f32" }',
             'unquantised = { act = "q8_act", kv = "f32" }',
@@ -130,7 +129,10 @@ EXTENSION_MISTAKES = {
     "itself": (HEAD.replace('"gemma3"', '"mine.toml"'), "extends: goes in a circle"),
     "no text": (HEAD.replace('"gemma3"', "3"), "extends: input should be a valid string, not 3"),
     "same head": (HEAD + 'family = "gemma3"\n', "schedule.family: specs/schedules/gemma3.toml sets it too"),
-    "same table": (HEAD + '[devices]\ncpu = ["cpu"]\n', "devices.cpu: specs/schedules/gemma3.toml sets it too"),
+    "same table": (
+        HEAD + '[choice]\n"head.weight" = ["output.weight"]\n',
+        "choice.head.weight: specs/schedules/gemma3.toml sets it too",
+    ),
     "same steps": (HEAD + '[[layer]]\nname = "n"\nop = "linear"\n', "layer: specs/schedules/gemma3.toml sets it too"),
     "unknown key": (HEAD + NPU.replace("device", "devise"), "placement[0].devise: unknown key; did you mean 'device'?"),
     "no step": (

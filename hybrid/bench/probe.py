@@ -40,7 +40,9 @@ class Probes:
 
 def probe(device: Any) -> Probes:
     """Of an open device; takes about a second and gives the memory back."""
-    copies, matrices = (_cpu_copy(), _cpu_matrix()) if device.backend == "cpu" else _vulkan(device)
+    if device.backend not in PROBES:
+        raise ValueError(f"no probe measures what {device.backend} reaches: add one to PROBES of hybrid/bench/probe.py")
+    copies, matrices = PROBES[device.backend](device)
     best = max(copies, key=lambda name: copies[name])
     fastest = max(matrices, key=lambda name: matrices[name], default=None)
     return Probes(
@@ -160,3 +162,10 @@ def _timed(device: Any, variant: Variant, source: Any, target: Any) -> float:
     finally:
         program.close()
     return min(t[0].duration for t in times)
+
+
+PROBES: dict[str, Callable[[Any], tuple[dict[str, float], dict[str, float]]]] = {
+    "cpu": lambda device: (_cpu_copy(), _cpu_matrix()),
+    "vulkan": _vulkan,
+}
+"""By backend: GB/s of copies and TFLOPS of products, by variant."""

@@ -13,14 +13,15 @@ def provenance(device: str) -> str:
 
 
 def driver_of(device: Any) -> str:
-    """Driver and version of a Vulkan device; NumPy's of the cpu."""
+    """Driver and version, from the device's report; NumPy's version for a device without one."""
     import numpy as np
 
-    return f"NumPy {np.__version__}" if device.backend == "cpu" else str(device.report.driver)
+    report = getattr(device, "report", None)
+    return f"NumPy {np.__version__}" if report is None else str(report.driver)
 
 
 def kernels_of(device: Any) -> str | None:
-    """Digest of the SPIR-V that a Vulkan device runs; None for the cpu."""
+    """Digest of the SPIR-V that a Vulkan device runs; None for others."""
     from hybrid.kernels.vulkan.kernel import kernels_digest
 
-    return None if device.name == "cpu" else kernels_digest()
+    return kernels_digest() if device.backend == "vulkan" else None

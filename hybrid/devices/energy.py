@@ -114,9 +114,10 @@ def _nothing() -> Iterator[None]:
 
 def meter_for(device: Any, sys: Path = Path("/sys")) -> Meter:
     """For an open device (of several, the main one); one that says why, where nothing can be read."""
-    if device.backend == "cpu" or device.info.kind == "cpu":
+    info = getattr(device, "info", None)
+    if info is None or info.kind == "cpu":
         return _rapl(sys / "class/powercap")
-    name = device.info.name
+    name = info.name
     if "NVIDIA" in name.upper():
         return _nvml(name)
     if "AMD" in name.upper() or "RADEON" in name.upper():

@@ -90,14 +90,18 @@ def _first(chain: Sequence[str]) -> Opened:
 
 def _open(name: str) -> Device:
     kind, _, selector = name.partition(":")
-    if kind == "cpu":
-        from hybrid.kernels.oracle.device import (
-            CpuDevice,  # a backend is imported where it is used: each takes its time
-        )
+    return OPENERS[kind](selector)
 
-        return CpuDevice()
+
+def _cpu(selector: str) -> Device:
+    from hybrid.kernels.oracle.device import CpuDevice  # backends are imported on first use: each takes its time
+
+    return CpuDevice()
+
+
+def _vulkan(selector: str) -> Device:
     try:
-        from hybrid.kernels.vulkan.api import VulkanUnavailable  # likewise
+        from hybrid.kernels.vulkan.api import VulkanUnavailable
         from hybrid.kernels.vulkan.device import open_device
     except ImportError as e:
         raise NoDevice(f"the Vulkan backend cannot be imported ({e}); install the package vulkan") from None
@@ -105,6 +109,10 @@ def _open(name: str) -> Device:
         return open_device(selector or "auto")
     except VulkanUnavailable as e:
         raise NoDevice(str(e)) from None
+
+
+OPENERS: dict[str, Callable[[str], Device]] = {"vulkan": _vulkan, "cpu": _cpu}
+"""By backend (spec.fields.MAIN_DEVICES); given what follows the colon of --device. NoDevice says why it cannot be used."""
 
 
 def beside(opened: Opened, schedule: Schedule, npu: NpuKind = "npu") -> Opened:

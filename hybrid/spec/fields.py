@@ -17,6 +17,9 @@ from hybrid.spec.load import Model
 
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+MAIN_DEVICES: dict[str, tuple[str, str]] = {"vulkan": ("vulkan:gpu", r"vulkan(:(\d+|gpu))?"), "cpu": ("cpu", "cpu")}
+"""Backends that run whole models, in the order in which --device auto tries them: the name that it tries, and what
+--device may say for the backend (a regular expression). hybrid/devices/opening.py opens them."""
 Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
 

@@ -20,6 +20,7 @@ from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS
 from hybrid.core.plan import FEW_ROWS
 from hybrid.spec.expr import Expr
+from hybrid.spec.fields import MAIN_DEVICES
 from hybrid.spec.load import Model, read_toml, shown_path, validate
 from hybrid.spec.placement import MOST, Placement, placed
 from hybrid.spec.step import Phase, StepSpec, Text, When
@@ -103,11 +104,16 @@ class Declared(Model):
         return value
 
 
+def _is_device(name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for _, pattern in MAIN_DEVICES.values())
+
+
 class Tables(Model):
     """What a schedule has, and what one that extends it may add to."""
 
     axes: dict[str, Expr] = Field(default_factory=dict)
     devices: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Further names of --device, and what each tries in order (`Schedule.chains` has the usual ones)."""
     fallback: dict[Literal["npu"], Literal["main"]] = Field(default_factory=dict)
     """What takes over the steps of a device that is not there, or fails; without an entry that is an error."""
     precision: dict[Literal["auto", "exact", "fast"], Precision] = Field(default_factory=dict)
@@ -126,7 +132,6 @@ class Schedule(Tables):
     schema_: Literal[1] = Field(alias="schema")
     schedule: Head
     axes: dict[str, Expr]
-    devices: dict[str, tuple[str, ...]]
     precision: dict[Literal["auto", "exact", "fast"], Precision]
     tensors: dict[str, Declared]
     layer: tuple[StepSpec, ...]
@@ -135,11 +140,8 @@ class Schedule(Tables):
     @classmethod
     def _validate_devices(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         for name, chain in value.items():
-            bad = [d for d in chain if not re.fullmatch(r"cpu|vulkan(:(\d+|gpu))?", d)]
-            if not chain or bad:
+            if not chain or not all(map(_is_device, chain)):
                 raise ValueError(f"{name} = {list(chain)}: a chain of cpu, vulkan, vulkan:gpu, vulkan:NUMBER")
-        if "auto" not in value:
-            raise ValueError('needs the chain "auto"')
         return value
 
     @model_validator(mode="after")
@@ -168,13 +170,19 @@ class Schedule(Tables):
                 found.setdefault(step.device, []).append(step.name + (f" ({step.phase})" if step.phase else ""))
         return found
 
+    @property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """--device NAME -> the devices that it tries: `auto` all main devices, a backend's name that backend."""
+        auto = tuple(first for first, _ in MAIN_DEVICES.values())
+        return {"auto": auto, **{name: (name,) for name in MAIN_DEVICES}, **self.devices}
+
     def chain(self, device: str) -> tuple[str, ...]:
         """Devices to try, in order, for a --device choice: a chain's name, or one device such as vulkan:1."""
-        if device in self.devices:
-            return self.devices[device]
-        if re.fullmatch(r"vulkan:\d+", device):
+        if device in self.chains:
+            return self.chains[device]
+        if _is_device(device):
             return (device,)
-        raise ValueError(f"unknown device {device!r}: use {', '.join(self.devices)} or vulkan:NUMBER")
+        raise ValueError(f"unknown device {device!r}: use {', '.join(self.chains)} or vulkan:NUMBER")
 
 
 class ExtensionHead(Model):
