@@ -28,6 +28,7 @@ WRONG = {
     "No kernels backend imports another": ("hybrid.kernels.npu.ops", "hybrid.kernels.oracle.linear"),
     "The engine does not know what measures and judges it": ("hybrid.engine.loop", "hybrid.harness.compare"),
     "Of the suite, measuring commands import its harness only": ("hybrid.perf.op", "conformance.support.models"),
+    "Planning and the engine know devices by their protocol": ("hybrid.engine.runner", "hybrid.kernels.vulkan.device"),
     "No import circle": ("hybrid.engine.blocks", "hybrid.engine.loop"),
 }
 
@@ -39,7 +40,8 @@ def graph() -> Any:
 
 
 def holds(name: str, graph: Any) -> bool:
-    options = {k: v for k, v in CONTRACTS[name].items() if k not in ("name", "type")}
+    given = {k: v for k, v in CONTRACTS[name].items() if k not in ("name", "type")}
+    options = {k: str(v) if isinstance(v, bool) else v for k, v in given.items()}
     session = {k: v for k, v in SETTINGS.items() if k != "contracts"}
     return TYPES[CONTRACTS[name]["type"]](name, session, options).check(graph, verbose=False).kept
 

@@ -17,7 +17,7 @@ from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny, write_hf
 from conformance.support.ties import EXACT_NEAR
 from hybrid.core.tensor import Tensor
-from hybrid.engine.sampling import GUESSED_ROWS, Allowed, Sampling, SamplingState, ids_of, mask_of
+from hybrid.engine.sampling import DRAFT_MASKS, Allowed, Sampling, SamplingState, ids_of, mask_of
 from hybrid.model import Model
 
 PATIENCE = 60.0  # seconds; nothing here takes one
@@ -229,13 +229,13 @@ def test_rows_for_guesses_come_back_and_run_out(model: Model) -> None:
     for slot in range(2):
         state.assign(slot, Sampling(), constraint=Allowed([7], target.hparams.vocab))
     for _ in range(3):
-        assert len(state.allowed(0, [7] * 10)) == 10 and len(state.allowed(1, [7] * 10)) == GUESSED_ROWS - 10
-        assert len(set(state.mask_rows([0] * 11 + [1] * (GUESSED_ROWS - 9)).tolist())) == GUESSED_ROWS + 2
+        assert len(state.allowed(0, [7] * 10)) == 10 and len(state.allowed(1, [7] * 10)) == DRAFT_MASKS - 10
+        assert len(set(state.mask_rows([0] * 11 + [1] * (DRAFT_MASKS - 9)).tolist())) == DRAFT_MASKS + 2
         state.accept(0, 7)
     state.release(1)
     state.release(0)
     state.assign(1, Sampling(), constraint=Allowed([7], target.hparams.vocab))
-    assert len(state.allowed(1, [7] * 99)) == GUESSED_ROWS
+    assert len(state.allowed(1, [7] * 99)) == DRAFT_MASKS
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ class Waits:
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         return {request: [1] * most for request, most in wanted.items()}
 
-    def follow(self, verified: dict[Request, int], most: int) -> bool:
+    def queue_after(self, verified: dict[Request, int], most: int) -> bool:
         self.followed.append(verified)
         return bool(verified)
 
@@ -291,7 +291,7 @@ def test_drafting_is_not_timed_while_programs_are_made_or_prompts_run(monkeypatc
     one = SpecState(request(0, [1], 30), 3, True, Acceptance())
     verified = Pass(1, [Run(one.request, 0, 0, (1,) * 4, 4)], rows=4, outs=4)
     scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
-    speculator._followed = -1
+    speculator._queued_after = -1
     for made, known in ((0, {}), (1, {}), (0, {3: 0.25})):  # its prompt, a program that is made, neither
         one.asked = 3
         assert speculator._propose(scheduler, [one])
@@ -320,7 +320,7 @@ def test_guesses_behind_a_verification_are_timed_from_its_end(behind: Any) -> No
     scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
     speculator._seen, clock.now = 1.0, 1.5
     for number, began in ((scheduler.number, 1.0), (scheduler.number - 1, 1.5)):
-        speculator._followed = number
+        speculator._queued_after = number
         assert speculator._propose(scheduler, [one]) and speculator._drafting[:2] == (began, 3)
 
 
@@ -331,7 +331,7 @@ def test_nothing_is_guessed_behind_what_a_text_ends_with(behind: Any) -> None:
     for left in (3, 2):
         one.request.last = len(one.request.ids) + 3 + left
         speculator._verifying = 1, {one.request: 3}
-        speculator._follow_up()
+        speculator._queue_next_drafts()
     assert model.followed == [{one.request: 3}, {}]
 
 

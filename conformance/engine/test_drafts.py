@@ -81,7 +81,7 @@ def test_a_draft_follows_no_further_than_the_context() -> None:
     for n, follows in ((33, True), (34, False)):
         one, small = verified_on(request(0, [1] * n, 40 - n)), draft(40)
         assert len(small.propose({one: 3})[one]) == 3
-        assert small.follow({one: 3}, 3) == follows, "three verified, three behind them"
+        assert small.queue_after({one: 3}, 3) == follows, "three verified, three behind them"
 
 
 def test_what_a_draft_expects_is_behind_the_last_verification() -> None:
@@ -89,7 +89,7 @@ def test_what_a_draft_expects_is_behind_the_last_verification() -> None:
     for right, expected in ((3, 2), (1, 3)):
         one, small = verified_on(request(0, [1] * 10, 30)), draft(40)
         small.propose({one: 3})
-        assert small.expects(one) == 0 and small.follow({one: 3}, 3)
+        assert small.expects(one) == 0 and small.queue_after({one: 3}, 3)
         one.ids += [1] * (right + 1)
         small.verified(one, right)
         assert small.expects(one) == expected

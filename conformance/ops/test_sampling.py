@@ -4,13 +4,25 @@ second hand."""
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from hybrid.engine.sampling import Allowed, Sampling, checked_mask, ids_of, mask_of, reported
+from hybrid.harness import inputs
 from hybrid.harness.sampling import Params, Penalties
 from hybrid.kernels.oracle.distribution import adjust_logits, logprobs
+
+
+def test_every_sampling_option_is_drawn() -> None:
+    """By conformance of sample and adjust_logits: an option that a backend ignores is seen."""
+    drawn = {"logit_bias"}  # test_figures_by_hand
+    for seed in range(60):
+        params, penalties = Params.of(inputs._params(seed, 0)), inputs._penalties(seed, 0)
+        drawn |= {f.name for f in fields(Params) if getattr(params, f.name) != f.default}
+        drawn |= {f"{f.name}_penalty" for f in fields(penalties) if getattr(penalties, f.name) != f.default}
+    assert {f.name for f in fields(Sampling)} <= drawn
 
 
 def test_words_are_what_the_operation_reads() -> None:

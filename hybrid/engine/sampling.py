@@ -22,7 +22,7 @@ from hybrid.spec.step import Option
 PLAIN = frozenset[Option]()
 PATIENCE = 0.003
 """Seconds that a pass waits for masks; sequences without one miss the pass."""
-GUESSED_ROWS = 16
+DRAFT_MASKS = 16
 """Rows of `masks` for drafts, beside one per slot."""
 
 
@@ -250,7 +250,7 @@ class SamplingState:
         """Slot -> masks for the next token and after each draft."""
         self._rows: dict[int, list[int]] = {}
         """Slot -> rows of `masks` for its drafts."""
-        self._free = list(range(target.cache.slots, target.cache.slots + GUESSED_ROWS))
+        self._free = list(range(target.cache.slots, target.cache.slots + DRAFT_MASKS))
         self._patience = 0.0  # end of the next pass's wait for masks
 
     def assign(

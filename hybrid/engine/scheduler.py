@@ -671,7 +671,7 @@ class Scheduler:
         for i, request in enumerate(prompts):
             if rows == budget:
                 break
-            if not self._may_choose(request) or self._follow(request, now):
+            if not self._may_choose(request) or self._adopt_shared(request, now):
                 continue
             position, rest, held = request.position, request.rest, request.held
             assert request.slot is not None and held is not None
@@ -710,7 +710,7 @@ class Scheduler:
             return self.ready(request)
         return request.ahead or (not request.pending and self.ready(request))
 
-    def _follow(self, request: Request, now: int) -> bool:
+    def _adopt_shared(self, request: Request, now: int) -> bool:
         """Adopt blocks that another sequence has computed meanwhile. Returns whether its next block is being computed."""
         held, block = request.held, self.blocks.block
         assert held is not None and request.slot is not None
@@ -813,7 +813,7 @@ class Scheduler:
     def _reserve_for_first(self, request: Request, now: int) -> None:
         """Give the first request in order, a prompt, blocks for its next row or span before the decoding ones, preempting
         others if need be."""
-        if not self._follow(request, now) and (end := request.together(request.position)) > request.until:
+        if not self._adopt_shared(request, now) and (end := request.together(request.position)) > request.until:
             self._extend(request, end)
 
     def _extend(self, request: Request, positions: int) -> bool:

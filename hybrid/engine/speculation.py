@@ -155,7 +155,7 @@ class _Copy:
     """Drafts of that proposal."""
     valid: int = 0
     """Leading positions of its KV cache that hold the sequence's tokens."""
-    following: int = 0
+    queued: int = 0
     """Passes queued after the verification of these drafts; `end`: the copy's position before them."""
     end: int = 0
 
@@ -194,7 +194,7 @@ class DraftModel(Stack):
             else:
                 self.scheduler.resume(copy.own, ids, last, copy.valid)
         for copy in self._copies.values():
-            copy.following = 0
+            copy.queued = 0
         if flights := self.run():
             self._flight = flights[-1]
         found = {}
@@ -214,7 +214,7 @@ class DraftModel(Stack):
         if copy is not None and copy.drafts:
             copy.valid = min(copy.valid, copy.known) + min(accepted, copy.drafts - 1)
 
-    def follow(self, verified: Mapping[Request, int], most: int) -> bool:
+    def queue_after(self, verified: Mapping[Request, int], most: int) -> bool:
         """Queue the passes of the next drafts, `most` per request, after the pass that verifies the last ones. They begin
         where that pass finds the end of the accepted drafts. Does not wait. False where nothing was queued."""
         self.scheduler.forget_tokens()
@@ -240,15 +240,15 @@ class DraftModel(Stack):
                 break
             self._flight = self.start(made)
             for _, copy in copies:
-                copy.following = i + 1
-        return any(copy.following for _, copy in copies)
+                copy.queued = i + 1
+        return any(copy.queued for _, copy in copies)
 
     def expects(self, request: Request) -> int:
-        """Drafts that `follow` has queued beyond the request's tokens."""
+        """Drafts that `queue_after` has queued beyond the request's tokens."""
         copy = self._copies.get(request)
-        if copy is None or not copy.following or not 0 < len(request.ids) - copy.known <= copy.drafts + 1:
+        if copy is None or not copy.queued or not 0 < len(request.ids) - copy.known <= copy.drafts + 1:
             return 0
-        return max(0, copy.following - max(0, len(request.ids) - 1 - copy.end))
+        return max(0, copy.queued - max(0, len(request.ids) - 1 - copy.end))
 
     @property
     def recordings(self) -> int:
@@ -266,7 +266,7 @@ class DraftModel(Stack):
             self.runner.abort()
             self.scheduler.lose()
             for copy in self._copies.values():
-                copy.valid = copy.drafts = copy.following = 0
+                copy.valid = copy.drafts = copy.queued = 0
 
     def end(self, request: Request) -> None:
         copy = self._copies.pop(request, None)
@@ -490,7 +490,7 @@ class Speculator:
         # Drafting in flight: begin, most drafts of a sequence, programs recorded until then (-1: not timed).
         self._drafting: tuple[float, int, int] | None = None
         self._verifying: tuple[int, dict[Request, int]] = 0, {}  # the last verifying pass, and its drafts
-        self._followed = 0  # the verifying pass after which `follow` queued drafts
+        self._queued_after = 0  # the verifying pass after which `queue_after` queued drafts
         self._rest, self._wait = 0, PROBES[0]  # passes until a probe while no drafts pay; then
         self._seen = 0.0  # time at which the last pass was read
 
@@ -505,16 +505,16 @@ class Speculator:
         if self.drafter is None:
             return True
         if scheduler.in_flight == 1 and self._verifying[0] == scheduler.number:
-            self._follow_up()
-        followed = [self._follow(r) for r in scheduler.running if r.decodes]
-        due = [f for f in followed if f.most > 0 and f.rest <= 0]
-        asked = self._ask(scheduler, due, len(followed)) if due and self.drafter is not None else []
+            self._queue_next_drafts()
+        states = [self._state(r) for r in scheduler.running if r.decodes]
+        due = [f for f in states if f.most > 0 and f.rest <= 0]
+        asked = self._ask(scheduler, due, len(states)) if due and self.drafter is not None else []
         if asked and scheduler.in_flight:
             for f in asked:
                 _run_ahead(f.request, False)
             return False
         if not asked or not self._propose(scheduler, asked):
-            for f in followed:
+            for f in states:
                 _run_ahead(f.request, True)
         return True
 
@@ -574,7 +574,7 @@ class Speculator:
         """Programs recorded so far for either model."""
         return self._recordings() + (0 if self.draft is None else self.draft.recordings)
 
-    def _follow(self, request: Request) -> SpecState:
+    def _state(self, request: Request) -> SpecState:
         found = self._of.get(request)
         if found is None:
             k = self.k if request.options.speculate is None else request.options.speculate
@@ -587,7 +587,7 @@ class Speculator:
         """Requests that get drafts in a pass that has so many rows without drafts."""
         costs, model = self.costs.table(rows), self.draft
         shares = share([(f.rate, f.most, f.fixed) for f in due], self.max_rows, costs)
-        behind = self._followed == scheduler.number and model is not None
+        behind = self._queued_after == scheduler.number and model is not None
         quiet = not any(shares)  # a probe then costs a pass of its own
         tries = TRIES if rows < GUESSED_ROWS and not (quiet and self._rest > 0) else 0
         for f, k in zip(due, shares, strict=True):
@@ -609,7 +609,7 @@ class Speculator:
     def _propose(self, scheduler: Scheduler, asked: list[SpecState]) -> bool:
         """Ask the drafter; whether there are any drafts."""
         assert self.drafter is not None
-        began = self._seen if self._followed == scheduler.number else self._clock()
+        began = self._seen if self._queued_after == scheduler.number else self._clock()
         made = self._programs()
         try:
             found = self.drafter.propose({f.request: f.asked for f in asked})
@@ -635,7 +635,7 @@ class Speculator:
         self._verifying = scheduler.number + 1, given
         return bool(given)
 
-    def _follow_up(self) -> None:
+    def _queue_next_drafts(self) -> None:
         """Queue the draft model's next passes after the verification in flight, so that the device works while the host
         reads. Skips requests that may end by their length."""
         model, (number, given) = self.draft, self._verifying
@@ -649,8 +649,8 @@ class Speculator:
         ]
         shares = share([(f.rate, f.most, f.fixed) for f in found], self.max_rows, self.costs.table(len(found)))
         try:
-            if model.follow({f.request: given[f.request] for f in found}, max(shares, default=0)):
-                self._followed = number
+            if model.queue_after({f.request: given[f.request] for f in found}, max(shares, default=0)):
+                self._queued_after = number
         except Exception as error:  # as in `_propose`
             self._fail(error)
 
