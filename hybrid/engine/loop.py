@@ -302,7 +302,8 @@ class Engine:
             try:
                 with self.lock:
                     self.check()
-                    worked = self.step() if self._in_background or not self._requests else True
+                    readers_run = self._requests and not self._in_background  # those of `submit` have ended meanwhile
+                    worked = bool(readers_run) or self.step()
             except Exception as error:  # of the device, or unforeseen: no reader may wait forever
                 self._fail_all(error)
                 continue
