@@ -115,7 +115,7 @@ def _nothing() -> Iterator[None]:
 def meter_for(device: Any, sys: Path = Path("/sys")) -> Meter:
     """For an open device (of several, the main one); one that says why, where nothing can be read."""
     info = getattr(device, "info", None)
-    if info is None or info.kind == "cpu":
+    if device.backend == "cpu" or info is None or info.kind == "cpu":
         return _rapl(sys / "class/powercap")
     name = info.name
     if "NVIDIA" in name.upper():
