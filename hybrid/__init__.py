@@ -1,4 +1,4 @@
-"""Gemma through declared, proved kernels.
+"""Run Gemma models with declared, verified kernels.
 
 import hybrid
 with hybrid.load("model.gguf") as model:
@@ -12,8 +12,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# NumPy's BLAS reads this when it is loaded: its threads wait for work by spinning for 2**n cycles, 26 unless told
-# otherwise. Where other programs want the cores, a spinner is the first to lose its own when work comes.
+# Read by NumPy's BLAS on import: its idle threads spin for 2**n cycles, 26 by default. On a busy host the scheduler
+# preempts spinning threads when they get work.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
+# Lazy exports: `import hybrid` imports no backend, no NumPy and no file reader.
 _LATER = {
     "Completion": "hybrid.engine.handle",
     "ContextExceeded": "hybrid.core.errors",

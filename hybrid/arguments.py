@@ -1,4 +1,4 @@
-"""Arguments that commands share which run a model, and what they open: a checkpoint, a schedule, its devices."""
+"""Command-line arguments that model commands share, and the checkpoint, schedule and devices that they name."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from hybrid.engine.loop import Engine
     from hybrid.spec.schedule import Schedule
 
-# Imports in the functions below: --help, --version and wrong usage need neither readers nor backends.
+# Functions import readers and backends lazily, so that --help, --version and usage errors are fast.
 
 
 def add_model(p: argparse.ArgumentParser) -> None:
-    """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
+    """Add MODEL and --random NAME with its options, of which benchmark commands take either."""
     p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
     add_random(p)
 
 
 def add_random(p: argparse.ArgumentParser) -> None:
-    """--random NAME, a model in place of a file, and what belongs to it."""
+    """Add --random NAME, a model without a file, and its options."""
     p.add_argument(
         "--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file"
     )
@@ -37,8 +37,8 @@ def add_random(p: argparse.ArgumentParser) -> None:
 
 
 def open_model(args: argparse.Namespace) -> Checkpoint:
-    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that
-    cannot be."""
+    """The checkpoint that the arguments of `add_model` name. UsageError for none or both; ValueError for an invalid
+    one."""
     from hybrid.checkpoint import open_checkpoint
     from hybrid.checkpoint.random import random_checkpoint
 
@@ -53,7 +53,7 @@ def open_model(args: argparse.Namespace) -> Checkpoint:
 
 
 def add_devices(p: argparse.ArgumentParser) -> None:
-    """--device, --schedule and --npu: what runs the model's steps."""
+    """Add --device, --schedule and --npu."""
     p.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)"
     )
@@ -66,7 +66,7 @@ def add_devices(p: argparse.ArgumentParser) -> None:
         "--npu",
         default="npu",
         choices=("npu", "sim"),
-        help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
+        help="run a schedule's NPU steps on the hardware or on its simulator (npu)",
     )
 
 
@@ -83,11 +83,11 @@ ENGINE = (
     "draft",
     "speculate",
 )
-"""Arguments of `add_engine` that are options of hybrid.load by the same names."""
+"""Arguments of `add_engine` with the same name in hybrid.load."""
 
 
 def add_engine(p: argparse.ArgumentParser) -> None:
-    """What a model is loaded with by commands that generate: --device and `ENGINE`."""
+    """Add the load options of commands that generate: --device and `ENGINE`."""
     from hybrid.core.dtypes import WRITABLE_TYPES
     from hybrid.quant.native import NATIVE
 
@@ -113,24 +113,24 @@ def add_engine(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--deterministic",
         action="store_true",
-        help="the same bits however the prompt is cut and whatever runs beside it (slower)",
+        help="bit-identical results, independent of prompt chunks and other requests (slower)",
     )
     p.add_argument(
         "--gpu-memory",
         dest="memory",
         metavar="SIZE",
-        help="the KV cache takes what weights and activations leave of this much, such as 16GiB (what its sequences need at most)",
+        help="device memory budget such as 16GiB; the KV cache gets the rest after weights and activations (full contexts)",
     )
     add_guesses(p)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of hybrid.load, as the arguments of `add_engine` say."""
+    """Options of hybrid.load from the arguments of `add_engine`."""
     return {name: getattr(args, name) for name in ENGINE}
 
 
 def add_ray(p: argparse.ArgumentParser, what: str) -> None:
-    """--ray, --replica and --ray-address: several engines, started by Ray. what: --ray's own help."""
+    """Add --ray, --replica and --ray-address: several engines, started by Ray. what: --ray's help."""
     p.add_argument("--ray", action="store_true", help=f"{what} (extra: ray)")
     p.add_argument(
         "--replica",
@@ -145,7 +145,7 @@ def add_ray(p: argparse.ArgumentParser, what: str) -> None:
 
 
 def replicas(args: argparse.Namespace) -> list[str]:
-    """The devices that --ray starts an engine on; empty without it. UsageError."""
+    """Device of each replica that --ray starts; empty without --ray. UsageError."""
     if not args.ray:
         if args.replica or args.ray_address:
             raise UsageError("--replica and --ray-address belong to --ray")
@@ -168,21 +168,21 @@ def _speculate(text: str) -> str | int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write auto, or how many tokens to guess") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: write auto, or a number of draft tokens") from None
 
 
 def add_guesses(p: argparse.ArgumentParser) -> None:
-    """--draft and --speculate, as hybrid.load takes them (`check_guesses`)."""
+    """Add --draft and --speculate, as of hybrid.load (`check_guesses`)."""
     p.add_argument(
         "--draft",
         metavar="FILE",
-        help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`",
+        help="speculative decoding with a smaller model with the same tokenizer, or with `lookup`",
     )
     p.add_argument(
         "--speculate",
         type=_speculate,
         metavar="K",
-        help="guesses of a pass: auto, or 0 to 16; without --draft by `lookup` (auto with --draft, else 0)",
+        help="draft tokens of a pass: auto, or 0 to 16; without --draft by `lookup` (auto with --draft, else 0)",
     )
 
 
@@ -196,8 +196,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 SAMPLING: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
     ("temperature", float, 0.0, "T", "0 takes the most likely token (0)"),
-    ("top_k", int, 0, "K", "choose among the K most likely; 0 is off (0)"),
-    ("top_p", float, 1.0, "P", "choose within this mass; 1 is off (1)"),
+    ("top_k", int, 0, "K", "sample from the K most likely; 0 is off (0)"),
+    ("top_p", float, 1.0, "P", "sample within this probability mass; 1 is off (1)"),
     ("min_p", float, 0.0, "P", "drop tokens below this share of the most likely one's probability; 0 is off (0)"),
     (
         "repetition_penalty",
@@ -211,11 +211,11 @@ SAMPLING: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
     ("seed", int, 0, "N", "the same seed gives the same text (0)"),
     ("logprobs", int, 0, "N", "with --json or --output: of each token, and of the N best (0)"),
 )
-"""Options that hybrid.engine.sampling.Sampling has by the same names: type, default, placeholder, help."""
+"""Options of hybrid.engine.sampling.Sampling with the same names: type, default, placeholder, help."""
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:
-    """How tokens are chosen (`sampling_options`)."""
+    """Add the sampling options (`sampling_options`)."""
     for name, kind, default, metavar, about in SAMPLING:
         p.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=about)
     p.add_argument(
@@ -229,12 +229,12 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """As Model.generate takes them."""
+    """Sampling options of Model.generate."""
     return {name: getattr(args, name) for name, *_ in SAMPLING} | {"logit_bias": dict(args.logit_bias)}
 
 
 def check_guesses(args: argparse.Namespace) -> None:
-    """ValueError for numbers that hybrid.load would refuse, before anything is loaded."""
+    """Validate --draft and --speculate before loading. ValueError."""
     from hybrid.engine.speculation import most_guesses
 
     most_guesses(args.draft, args.speculate)
@@ -252,5 +252,5 @@ def open_devices(args: argparse.Namespace, checkpoint: Checkpoint, held: ExitSta
 
 
 def fallbacks(opened: Opened, engine: Engine) -> list[str]:
-    """What was asked for and is not used, or no longer, and why: every report says so."""
+    """For reports: requested devices that are not or no longer used, and the reasons."""
     return [*opened.passed_over, *opened.device.failures, *engine.faults]

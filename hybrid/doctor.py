@@ -1,4 +1,4 @@
-"""python -m hybrid.doctor: what is present on this machine, and what to do about what is not."""
+"""python -m hybrid.doctor: check this machine's drivers, packages and devices, with fixes for what is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("numpy", "pydantic", "vulkan", "gguf", "jinja2", "tqdm", "threadpool
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked for. `fix`: what to do where it is not ok."""
+    """One check. fix: what to do if it is not ok."""
 
     area: str
     name: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything, in the order of the report."""
+    """All checks, in the order of the report."""
     yield Finding(
         "python",
         "interpreter",
@@ -66,7 +66,7 @@ def _embedded() -> Finding:
         "models",
         "embedded model",
         "ok" if there else "optional",
-        f"{DEMO} ({DEMO.stat().st_size / 1e6:.1f} MB)" if there else f"{DEMO} is not there",
+        f"{DEMO} ({DEMO.stat().st_size / 1e6:.1f} MB)" if there else f"{DEMO} does not exist",
         "" if there else "name a model on the command line, or clone the repository whole",
     )
 
@@ -191,7 +191,7 @@ def _memory() -> Finding:
 def main(argv: list[str] | None = None) -> int:
     p = Parser(
         prog="python -m hybrid.doctor",
-        description="What is present on this machine, and what to do about what is not.",
+        description="Check this machine's drivers, packages and devices, with fixes for what is missing.",
         epilog="Exit codes: 0 everything needed for --device vulkan is there, 1 something needed is missing.",
     )
     p.add_argument("--json", action="store_true", help="print one JSON object instead")

@@ -1,4 +1,4 @@
-"""python -m hybrid.inspect FILE|NAME: what a checkpoint holds, and on which devices it fits."""
+"""python -m hybrid.inspect FILE|NAME: contents of a checkpoint, and the devices that it fits on."""
 
 from __future__ import annotations
 
@@ -35,16 +35,14 @@ def parser() -> argparse.ArgumentParser:
 
     p = Parser(
         prog="python -m hybrid.inspect",
-        description="Hyper-parameters, tokenizer, tensors and types of a checkpoint, and what it takes on a device. "
+        description="Hyper-parameters, tokenizer, tensors and types of a checkpoint, and its memory needs on devices. "
         "Reads headers only and allocates nothing.",
     )
     p.add_argument(
         "model", nargs="?", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b"
     )
     p.add_argument(
-        "--find",
-        action="store_true",
-        help="instead: the models on this machine, of Hugging Face's cache, Ollama, GGUF files",
+        "--find", action="store_true", help="instead: list local models of Hugging Face's cache, Ollama, GGUF files"
     )
     p.add_argument("--tensors", action="store_true", help="every tensor, not one line for each kind")
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at a time (1)")
@@ -135,7 +133,7 @@ class Subject:
 
 
 def inspect(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything as plain data. ValueError for files that cannot be read and for what cannot be planned."""
+    """The report as plain data. ValueError for unreadable files and invalid plans."""
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
@@ -226,7 +224,7 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
 
     try:
         tokenizer = checkpoint.tokenizer
-    except CheckpointError as error:  # all else can still be shown
+    except CheckpointError as error:  # the rest of the report is still valid
         return {"problem": str(error)}
     v = tokenizer.vocabulary
     names = {
@@ -248,7 +246,7 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
 
 
 def text(report: Mapping[str, Any], every: bool) -> str:
-    """For people."""
+    """The report as text."""
     from hybrid.convert.kinds import grouped
 
     hp, tokenizer = report["hparams"], report["tokenizer"]
@@ -281,8 +279,8 @@ def text(report: Mapping[str, Any], every: bool) -> str:
 
 
 def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all layers have alike, then a line for each kind of layer. A source of keys and values, and the scalar, are
-    a layer's own and make no kind."""
+    """Fields common to all layers, then a line for each kind of layer. `kv_from` and `scalar` do not distinguish
+    kinds."""
     kinds: dict[tuple[tuple[str, Any], ...], list[int]] = {}
     for index, layer in enumerate(layers):
         of = {**layer, "kv_from": layer["kv_from"] is not None}
@@ -305,7 +303,7 @@ def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 _UNLESS = ("kv_from", "k_as_v", "sparsity", "n_experts", "experts_used", "expert_ffn", "window")
-"""Fields of a layer that are not told where they are 0."""
+"""Fields of a layer that are omitted if 0."""
 
 
 def _spans(members: Sequence[int]) -> str:
@@ -320,7 +318,7 @@ def _spans(members: Sequence[int]) -> str:
 
 
 def _tensor_lines(table: list[dict[str, Any]], every: bool) -> list[str]:
-    """One line for each tensor, or for each kind of the same type and shape."""
+    """One line for each tensor, or for each group of equal name, type and shape."""
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for row in table:
         name = row["name"]

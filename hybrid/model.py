@@ -1,4 +1,4 @@
-"""The public face: a checkpoint on a device, with text in and text out."""
+"""The public API: load a checkpoint on a device and generate text."""
 
 from __future__ import annotations
 
@@ -56,25 +56,31 @@ def load(
     speculate: Literal["auto"] | int | None = None,
     warm: bool = False,
 ) -> Model:
-    """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
+    """Load a .gguf file, a Hugging Face directory or an open checkpoint on a device.
 
-    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open ones. schedule: a
-    file (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32
-    converts matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto
-    (quantised weights: int8 activations and f16 KV; others: float32, or what quantised ones beside them take on matrix
-    units), exact (float32), fast (unquantised weights: f16). kv overrides the cache's type. slots: sequences that run
-    at a time, for each of which the cache has room at its longest (default: a few, which share the room of one).
-    queue: submitted requests that may wait beside those that run. memory: bytes on the device, or text such as 16GiB:
-    the cache gets what weights and activations leave of it (default: what `slots` sequences need at their longest).
-    chunk: rows of a prefill pass (default: what suits the device).
-    deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
-    profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or,
-    only when asked for, its simulator.
-    draft: guesses of the next tokens, which passes of several rows verify, so that a text is the same, sooner: a
-    smaller model with the same tokenizer, which runs in turns with this one, or "lookup": what followed the last tokens
-    where they stood before. speculate: how many are guessed, auto (by what is accepted and what passes take here), a number, or 0
-    for none; alone it means "lookup". warm: make what passes of many sequences need now, so that no request waits for
-    that. Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
+    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open devices.
+    schedule: a file (default: the shipped one of the checkpoint's family).
+    weights: convert matrices to q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 while loading.
+    ctx: tokens per sequence (default: the model's, at most 4096).
+    precision: auto (quantised weights: int8 activations and f16 KV cache; unquantised weights: float32, or on matrix
+    units the types of quantised weights in the same model), exact (float32), fast (f16 for unquantised weights).
+    kv: the KV cache's type; overrides the precision.
+    slots: sequences that run at a time, each with cache blocks for its full context (default: a few that share the
+    blocks of one).
+    queue: most waiting requests.
+    memory: device memory budget in bytes or as text such as 16GiB; the cache gets the rest after weights and
+    activations (default: enough for `slots` full contexts).
+    chunk: rows of a prefill pass (default: by the device).
+    deterministic: bit-identical results, independent of prompt chunks and other requests; slower.
+    profile: time every step. progress: show a progress bar.
+    npu: run a schedule's NPU steps on the hardware, or on its simulator.
+    draft: speculative decoding with a smaller model with the same tokenizer, or with "lookup" (prompt lookup by
+    n-grams). The generated text does not change.
+    speculate: draft tokens of a pass: a number, 0 for none, or auto (by acceptance and measured pass times). Without
+    draft it means "lookup".
+    warm: compile passes of all batch sizes now, not on the first request that needs them.
+
+    Raises ValueError (files, options, schedules) or RuntimeError (no device) with a one-line message and its fix.
     """
     guesses = most_guesses(draft, speculate)
     config = EngineConfig(
@@ -101,7 +107,7 @@ def load(
                 k = guesses if isinstance(speculate, int) else None
                 made.engine.speculate(drafter_for(made, draft, slots, warm), k)
             if warm:
-                # looks through all that was made, 0.15 s for a model of 62 layers: not in the midst of a request
+                # a full collection takes long with a loaded model: do it before the first request
                 gc.collect()
         except BaseException:
             made.close()
@@ -113,24 +119,24 @@ def load(
 
 
 class Model:
-    """Made by `load`. Threads may share it: they work one at a time, in the order in which they asked, and a generation
-    lets others in after each piece of text. `stats` are those of whichever generation ended last."""
+    """A loaded model, made by `load`. Thread-safe: calls are serialised in FIFO order, and a generation releases the
+    lock after each piece of text."""
 
     def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine) -> None:
         self.checkpoint = checkpoint
         self.engine = engine
         self.device = opened.device.name
-        """What runs it, for example `vulkan:0 (NVIDIA H200)` or `cpu`."""
+        """The device's name, for example `vulkan:0 (NVIDIA H200)` or `cpu`."""
         self.passed_over = opened.passed_over
         self.load = engine.runner.clock.load()
-        """What loading took."""
+        """Times of loading."""
         self.stats: Stats | None = None
-        """Of the last generation that ended."""
+        """Statistics of the generation that ended last."""
         self._opened: Opened | None = opened
 
     @property
     def speculator(self) -> Speculator | None:
-        """Guesses of what comes next, where it was loaded with any, and how many were right."""
+        """The speculation controller with its acceptance counts; None without speculation."""
         return self.engine.speculator
 
     @property
@@ -143,45 +149,47 @@ class Model:
         return self.checkpoint.tokenizer.eos_ids
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids; with parse_special, control tokens such as <start_of_turn> are recognised in the text."""
+        """Token ids of a text. parse_special: recognise control tokens such as <start_of_turn> in it."""
         return self.checkpoint.tokenizer.encode(text, bos=bos, parse_special=parse_special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD, control tokens print nothing."""
+        """Text of ids. Bytes that are not UTF-8 become U+FFFD; control tokens are omitted."""
         return self.checkpoint.tokenizer.decode(ids)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Teacher forcing: float32 [len(ids), vocab], every row of the file's vocabulary, after soft-cap, unmasked."""
+        """Teacher-forced logits, float32 [len(ids), vocab]: after soft-cap, unmasked, for every row of the
+        embedding."""
         return self._engine().logits(token_ids(ids))
 
     def hidden_states(self, ids: Sequence[int], streams: bool = False) -> np.ndarray:
-        """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several residual
-        streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
+        """float32 [layers + 1, len(ids), hidden]: the residual stream after the scaled embedding and after each layer.
+        With several streams (Gemma 3n) the active one; streams=True: all, [layers + 1, len(ids), streams, hidden]."""
         return self._engine().hidden_states(token_ids(ids), streams=streams)
 
     def generate(self, prompt: str | Sequence[int], max_tokens: int = 64, **options: Any) -> Generator[str, None, None]:
-        """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
+        """Stream the generated text in pieces; joined, they are `decode` of the generated ids, cut before a stop
+        string.
 
-        Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
-        ignore_eos), at a stop string, or at the context's end; `stats` says which. What the cache holds of the prompt is
-        not run again. options: hybrid.engine.request.Options; speculate may be "auto" too. Raises at once for wrong
-        arguments.
+        Prompt ids are used verbatim; a text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token
+        (unless ignore_eos), at a stop string, or at the end of the context; `stats` has the reason. Reuses cached
+        prefixes. options: hybrid.engine.request.Options; speculate may also be "auto". Validates arguments before
+        returning the generator.
         """
         request = self._engine().request(*self._asked(prompt, {**options, "max_tokens": max_tokens}))
         return self._generate(request)
 
     def submit(self, prompt: str | Sequence[int], **options: Any) -> Handle:
-        """Put a request into the queue, from any thread; returns at once. Requests run together, up to `slots` at a
-        time, and are read from the handle, in threads or with asyncio. options: hybrid.engine.request.Options.
-        ValueError for wrong options, ContextExceeded for a prompt that is too long, QueueFull where too many wait.
+        """Enqueue a request from any thread without blocking. Up to `slots` requests run as a batch. Read results from
+        the handle, in threads or with asyncio. options: hybrid.engine.request.Options. Raises ValueError for wrong
+        options, ContextExceeded for a prompt that is too long, QueueFull.
         """
         return self._engine().submit(*self._asked(prompt, options))
 
     def generate_batch(
         self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any
     ) -> list[str]:
-        """The texts of several prompts, in their order; `options` are those of `submit`. progress: a bar on standard
-        error. The first error of a request ends the others and is raised."""
+        """Generated texts of several prompts, in order. options: of `submit`. progress: show a bar on standard error.
+        The first error of a request is raised and cancels the rest."""
         self._engine()
         if isinstance(prompts, str):
             raise ValueError("generate_batch takes a list of prompts; generate takes one text")
@@ -196,26 +204,26 @@ class Model:
         return found
 
     def metrics(self) -> Metrics:
-        """What requests have taken and done, up to now."""
+        """A snapshot of the engine's counters."""
         return self.engine.metrics()
 
     def _asked(self, prompt: str | Sequence[int], options: dict[str, Any]) -> tuple[list[int], Options]:
-        """A prompt's ids and its options. ValueError."""
+        """The prompt's ids and the parsed options. ValueError."""
         if options.get("speculate") == "auto" and self.speculator is not None:
             if self.speculator.k is not None:
                 raise ValueError(
-                    f"speculate: the model was loaded with {self.speculator.k} guesses of a pass: ask for a number, 0 to "
+                    f"speculate: the model was loaded with {self.speculator.k} draft tokens a pass: give a number, 0 to "
                     f"{MOST_GUESSES}, or load it with speculate='auto'"
                 )
             options = {**options, "speculate": None}
         return self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), Options.of(options)
 
     def _generate(self, request: Request) -> Generator[str, None, None]:
-        """The pieces of a request's text, whose passes the caller runs."""
+        """Run a request in the caller's thread and stream its text."""
         engine = self._engine()  # it may have been closed since `generate`
         with engine.lock, interrupts.allowed():
             rest = request.n_prompt - engine.cached(request.prompt)
-            engine.runner.warm_up(rest, request.options.options())  # compiling is no part of the speeds
+            engine.runner.warm_up(rest, request.options.options())  # excludes compilation from the statistics
         try:
             yield from engine.drive(request)
         finally:
@@ -224,7 +232,7 @@ class Model:
                 self.stats = request.stats(self._report(request))
 
     def _report(self, request: Request) -> EngineReport:
-        """The engine's part of a request's statistics."""
+        """Engine statistics for a request."""
         engine, runner, spec = self.engine, self.engine.runner, self.speculator
         done = engine.counters.minus(runner.prefilled)
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
@@ -247,8 +255,7 @@ class Model:
         )
 
     def close(self) -> None:
-        """Free every device object and let go of the files; the model cannot be used afterwards. Requests that have not
-        ended fail."""
+        """Free all device objects and close the files. Unfinished requests fail; later calls raise ValueError."""
         self.engine.close(ValueError(CLOSED))
         with self.engine.lock:
             if self._opened is not None:
@@ -278,8 +285,8 @@ class Model:
 
 
 def _guessed(name: str, request: Request) -> str:
-    """What was guessed for a request, for people."""
+    """A line on a request's speculation."""
     share = f" ({100 * request.accepted / request.drafted:.0f} %)" if request.drafted else ""
     tokens = len(request.ids) - request.n_prompt
     rate = f"; {tokens / request.passes:.2f} tokens per pass" if request.passes else ""
-    return f"guesses ({name}): drafted {request.drafted}, accepted {request.accepted}{share}{rate}"
+    return f"speculation ({name}): drafted {request.drafted}, accepted {request.accepted}{share}{rate}"

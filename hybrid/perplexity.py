@@ -1,4 +1,4 @@
-"""python -m hybrid.perplexity MODEL TEXT: how well a model predicts a text, and how far it is from another."""
+"""python -m hybrid.perplexity MODEL TEXT: perplexity of a text, and KL divergence from a reference model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hybrid.cli.progress import progress_bar
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
 _PASS_ROWS = 512
-_TOGETHER = 32  # documents at most
-_ROW_ELEMENTS = 1 << 21  # logits worked on at once, in float64
+_TOGETHER = 32  # most documents of a batch
+_ROW_ELEMENTS = 1 << 21  # logits processed at once, in float64
 
 
 @dataclass
 class Running:
-    """Sums of a quantity as its values come; mean, and the standard error of it."""
+    """Running mean of a quantity and its standard error."""
 
     n: int = 0
     total: float = 0.0
@@ -49,7 +49,7 @@ class Running:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean, values taken as independent."""
+        """Standard error of the mean, assuming independent values."""
         if self.n < 2:
             return math.nan
         return math.sqrt(max(self.squares / self.n - self.mean**2, 0.0) / (self.n - 1))
@@ -61,23 +61,23 @@ class Measured:
 
     nats: Running = field(default_factory=Running)
     divergence: Running = field(default_factory=Running)
-    """KL(reference || model) of each predicted distribution, nats."""
+    """KL(reference || model) of each predicted distribution, in nats."""
     reference_nats: Running = field(default_factory=Running)
     same: int = 0
-    """Predictions whose likeliest token is the reference's."""
+    """Predictions with the reference's most likely token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Documents as ids; `left_out` tokens lay beyond the chunk."""
+    """Documents as ids; `left_out` tokens were beyond the chunk."""
 
     documents: tuple[tuple[int, ...], ...]
     left_out: int
 
 
 def read_text(path: Path, separator: str) -> list[str]:
-    """Documents of a UTF-8 file. ValueError where it is not one, or empty."""
-    with open(path, "rb") as file:  # not read_text: a device has no end
+    """Documents of a UTF-8 file. ValueError if it is not UTF-8, too long or empty."""
+    with open(path, "rb") as file:  # not read_text: a device file may be endless
         data = file.read(MAX_TEXT + 1)
     if len(data) > MAX_TEXT:
         raise ValueError(f"{path} is longer than {MAX_TEXT >> 20} MiB: give a part of it")
@@ -92,8 +92,8 @@ def read_text(path: Path, separator: str) -> list[str]:
 
 
 def encode(model: Any, documents: Sequence[str], chunk: int, whole: bool) -> Text:
-    """Each document with a begin-of-text token and cut to `chunk` tokens; `whole`: the rest follows in further chunks
-    with a begin-of-text token each."""
+    """Encode documents with a begin-of-text token, truncated to `chunk` tokens. whole: add further chunks for the rest,
+    each with a begin-of-text token."""
     found: list[tuple[int, ...]] = []
     left_out = 0
     for document in documents:
@@ -112,9 +112,9 @@ def encode(model: Any, documents: Sequence[str], chunk: int, whole: bool) -> Tex
 
 
 def measure(model: Any, documents: Sequence[Sequence[int]], into: Measured, reference: Any = None) -> None:
-    """Add the predictions of some documents. Memory is that of one pass of logits of each model."""
+    """Add the predictions of some documents. Needs the memory of one pass's logits of each model."""
     ids = np.concatenate([np.asarray(d) for d in documents])
-    predicted = np.ones(len(ids), bool)  # rows whose next token is known: not a document's last
+    predicted = np.ones(len(ids), bool)  # rows with a known next token: all but a document's last
     predicted[np.cumsum([len(d) for d in documents]) - 1] = False
     with contextlib.ExitStack() as stack:
         rows = min(m.engine.sizes.logits for m in (model, reference) if m is not None)
@@ -237,7 +237,7 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
 
 
 def _together(chunk: int) -> int:
-    """Documents that share passes: each pass reads every weight, so it should have hundreds of rows."""
+    """Documents of a batch: a pass reads every weight, so it should have hundreds of rows."""
     return max(1, min(_TOGETHER, _PASS_ROWS // chunk))
 
 
@@ -288,7 +288,7 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
 
 
 def _finite(value: Any) -> Any:
-    """For JSON, which has no NaN and no infinity: null stands for them."""
+    """Replace NaN and infinity by null for JSON."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

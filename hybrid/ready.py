@@ -1,5 +1,4 @@
-"""A checkpoint's engine on its devices, ready to run, and whoever guesses for it. What cannot be made ready is
-closed."""
+"""Make an engine and its drafter for a checkpoint. On an error everything opened here is closed."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An engine whose programs are made; `close` ends its devices, not the checkpoint."""
+    """An engine with compiled programs; `close` closes its devices but not the checkpoint."""
 
     opened: Opened
     engine: Engine
@@ -37,7 +36,7 @@ def ready(
     warm: bool = False,
     queue: int = QUEUE,
 ) -> Ready:
-    """As hybrid.load takes these. clock: notes what it takes."""
+    """Open devices and make an engine; arguments as of hybrid.load. clock: records load times."""
     clock, given = clock or LoadClock(), schedule is not None
     if schedule is None:
         schedule = find_schedule(checkpoint.hparams.family)
@@ -65,11 +64,11 @@ def ready(
 def drafter_for(
     model: Ready, draft: str | os.PathLike[str] | Checkpoint | Drafter | None, slots: int | None, warm: bool = False
 ) -> Drafter:
-    """What hybrid.load was told to guess by. warm: as of hybrid.load. ValueError for a draft model with another tokenizer
-    or a shorter context, and where the engine cannot verify guesses."""
+    """The drafter for hybrid.load's `draft`. warm: as of hybrid.load. ValueError for a draft model with a different
+    tokenizer or a shorter context, or if the engine cannot verify drafts."""
     if model.engine.sizes.wanted < 2:
         raise ValueError(
-            "deterministic on cpu runs one row a pass, so it verifies no guesses: load without draft and speculate"
+            "deterministic on cpu runs one row a pass, so it cannot verify drafts: load without draft and speculate"
         )
     if draft is None or draft == "lookup":
         return Lookup()

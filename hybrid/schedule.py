@@ -27,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         default="cpu",
         metavar="NAME",
-        help="cpu, vulkan or vulkan:N: whose limits are checked, whose dispatches are counted (cpu); N: planned as that one can",
+        help="device to plan for: cpu, vulkan, or vulkan:N for the capabilities of that device (cpu)",
     )
-    p.add_argument("--weights", metavar="TYPE", help="as if matrices were converted to this type")
+    p.add_argument("--weights", metavar="TYPE", help="plan for matrices converted to this type")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="precision profile (auto)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -109,8 +109,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
 
 
 def _dry(device: str) -> Any:
-    """A device of the survey as plans are counted for it; for plain `vulkan` one with subgroups of 32, no matrix
-    units."""
+    """A dry-run device like one of the survey; for plain `vulkan` one with subgroups of 32 and no matrix units."""
     from hybrid.kernels.vulkan.dry import DryDevice
 
     if device == "vulkan":
@@ -164,7 +163,7 @@ def _report(plan: Any, target: Any, dispatches: dict[str, int]) -> dict[str, Any
 
 
 def _dispatches(plan: Any, device: str) -> dict[str, int]:
-    """Dispatches by step, for devices that can count without running."""
+    """Dispatches of each step, counted without running the plan."""
     if device == "cpu":
         return {s.name: 1 for s in plan.steps}
     from hybrid.kernels.vulkan.dry import count
@@ -173,7 +172,7 @@ def _dispatches(plan: Any, device: str) -> dict[str, int]:
 
 
 def _about(report: dict[str, Any]) -> list[str]:
-    """Lines about a schedule that extends another, or has steps on other devices than the main one."""
+    """Lines on the schedule's bases and on steps that it places on secondary devices."""
     lines = [f"{report['schedule']} extends {', which extends '.join(report['extends'])}"] if report["extends"] else []
     return lines + [
         f"on {device}: {', '.join(steps)}; the rest on the main device" for device, steps in report["elsewhere"].items()
@@ -181,7 +180,7 @@ def _about(report: dict[str, Any]) -> list[str]:
 
 
 def _text(report: dict[str, Any]) -> str:
-    """A table for people: one line for each step."""
+    """A text table with one line for each step."""
     lines = [
         *_about(report),
         f"{report['plan']}: {report['rows']} rows, {report['outs']} outputs, context {report['ctx']}",

@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_readers():
         summary([served(0.0, [1.0]), served(0.0, [2.0])], Metrics(), Metrics())["tokens_per_second_while_all_run"]
         is None
     )
-    with pytest.raises(RuntimeError, match="ended with 'context' after 1 tokens: the figures are void"):
+    with pytest.raises(RuntimeError, match="ended with 'context' after 1 tokens: the measurement is invalid"):
         summary([served(0.0, [1.0], finish="context")], Metrics(), Metrics())
 
 

@@ -57,8 +57,8 @@ def test_sequences_are_guessed_rightly_in_other_places():
 
 
 def test_titles_say_how_a_run_guesses():
-    assert [Guesses().title, Guesses(None).title] == ["without guesses", "guesses of a pass: auto"]
-    assert Guesses(3, 0.5).title == "guesses of a pass: 3, each right with 0.50 where those before it are"
+    assert [Guesses().title, Guesses(None).title] == ["without drafts", "draft tokens of a pass: auto"]
+    assert Guesses(3, 0.5).title == "draft tokens of a pass: 3, acceptance 0.50"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -101,19 +101,19 @@ def test_a_drafts_own_guesses_between_runs_without(capsys):
     ]
     assert bench.main([*options, "--draft-random", "gemma3-270m", "--speculate", "3,0,auto"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith(("without", "guesses of"))] == [
-        "without guesses",
-        "guesses of a pass: 3",
-        "without guesses",
-        "guesses of a pass: auto",
+    assert [line for line in said if line.startswith(("without", "draft tokens of"))] == [
+        "without drafts",
+        "draft tokens of a pass: 3",
+        "without drafts",
+        "draft tokens of a pass: auto",
     ]
     three, none, auto = (
-        line for line in said if line.startswith("guesses (draft random/gemma3-270m on cpu): drafted ")
+        line for line in said if line.startswith("speculation (draft random/gemma3-270m on cpu): drafted ")
     )
     assert three.endswith("drafted 18, accepted 18 (100 %)"), "13 tokens each: one, and three times four"
     assert none.endswith("drafted 0, accepted 0") and "drafted" in auto
     compared = [line for line in said if line.startswith("compared ")]
-    assert len(compared) == 3 and all("times the tok/s of the last run without guesses" in line for line in compared)
+    assert len(compared) == 3 and all("times the tok/s of the last run without drafts" in line for line in compared)
     assert all(line.endswith("; 2 of 2 texts the same") for line in compared)
 
 
@@ -133,7 +133,9 @@ def test_a_file_is_guessed_for_by_looking_up(capsys):
     assert bench.main([str(DEMO), "--device", "cpu", "--json", *options]) == 0
     said = capsys.readouterr()
     (found,) = json.loads(said.out)["guessed"]
-    assert found["guesses"].startswith("guesses (lookup): drafted ") and found["drafted"] > 0 and found["rate"] is None
+    assert (
+        found["guesses"].startswith("speculation (lookup): drafted ") and found["drafted"] > 0 and found["rate"] is None
+    )
     assert said.err.count("between tokens") == 2, "each run when it is there"
 
 
@@ -145,8 +147,8 @@ def test_guessing_that_ends_voids_the_figures(monkeypatch, capsys):
     monkeypatch.setattr(Lookup, "propose", broken)
     assert bench.main([*SMALL, *ASKED, "--speculate", "2"]) == 1
     said = capsys.readouterr()
-    assert "lookup: OSError: gone; speculation has ended: the figures are void" in said.err.splitlines()[-1]
-    assert "guesses of a pass" not in said.out
+    assert "lookup: OSError: gone; speculation has ended: the measurement is invalid" in said.err.splitlines()[-1]
+    assert "draft tokens of a pass" not in said.out
 
 
 @pytest.mark.slow
@@ -159,7 +161,7 @@ def test_other_texts_void_the_figures_of_known_ones(monkeypatch, capsys):
 
     monkeypatch.setattr(Runs, "_replayed", changed)
     assert bench.main([*SMALL, *ASKED, "--acceptance", "1"]) == 1
-    assert "4 texts differ from those without guesses: the figures are void" in capsys.readouterr().err
+    assert "4 texts differ from those without drafts: the measurement is invalid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_other_texts_void_the_figures_of_known_ones(monkeypatch, capsys):
     [
         (
             ["--requests", "2", "--speculate", "0"],
-            "--speculate 0 guesses nothing, which is measured anyway: add auto or a number",
+            "--speculate 0 alone: the run without drafts is always measured: add auto or a number",
         ),
         (["--requests", "2", "--draft", "a", "--draft-random", "b"], "--draft or --draft-random: one of the two"),
         (["--requests", "2", "--draft-head", "q8_0"], "--draft-head belongs to --draft-random"),

@@ -71,14 +71,14 @@ def test_guesses_of_all_are_summed_up(
     found = [json.loads(line) for line in said.out.splitlines()]
     assert [f["text"] for f in found] == texts
     drafted, accepted = (sum(f["usage"][f"{name}_tokens"] for f in found) for name in ("drafted", "accepted"))
-    assert said.err.splitlines()[-1].startswith(f"guesses (lookup): drafted {drafted}, accepted {accepted}")
+    assert said.err.splitlines()[-1].startswith(f"speculation (lookup): drafted {drafted}, accepted {accepted}")
     assert command(folder, "--batch", file, "--speculate", "2", "--json") == 1
     said = capsys.readouterr()
     assert (
-        "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'"
+        "loaded with 2 draft tokens a pass: give a number, 0 to 16, or load it with speculate='auto'"
         in said.out + said.err
     )
-    assert "guesses (" not in said.err
+    assert "speculation (" not in said.err
 
 
 def test_totals_count_guesses() -> None:
@@ -116,7 +116,7 @@ def test_output_goes_on_where_it_was_interrupted(
     output.write_text("".join(kept) + whole.splitlines()[2][:9], encoding="utf-8")  # in the midst of a line
     capsys.readouterr()
     assert command(folder, "--batch", file, "--output", output) == 0
-    assert "2 of 6 results are there already" in capsys.readouterr().err
+    assert "2 of 6 results exist already" in capsys.readouterr().err
     again = output.read_text(encoding="utf-8").splitlines(keepends=True)
     assert again[:2] == kept and [json.loads(line)["text"] for line in again] == texts
     file.write_text("another\n", encoding="utf-8")

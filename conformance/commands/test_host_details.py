@@ -155,7 +155,7 @@ def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine, monk
     for token, says in (
         (-1, "the logits after position 4 of slot 1 are NaN or infinite"),
         (-7, "the device left -7 as the token for position 5 of slot 1: no such word"),
-        (512, r"the device chose \[512\]: not all are tokens below 512"),
+        (512, r"the device sampled \[512\]: not all are tokens below 512"),
         (511, None),
         (0, None),
     ):

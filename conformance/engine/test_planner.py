@@ -108,7 +108,7 @@ def test_smaller_buckets_fit_in_the_layout_of_the_largest():
                 assert made.arena_bytes == layout.arena_bytes
                 assert_apart(made)
             assert_apart(plan(t, rows, 0, "prefill", layout=layout))
-    with pytest.raises(ValueError, match="has no room for"):
+    with pytest.raises(ValueError, match="has too few bytes for"):
         plan(t, 64, 3, "prefill", layout=plan(t, 8, 3, "prefill"))
 
 
@@ -289,7 +289,7 @@ def test_plans_of_every_option_fit_the_layout_of_all():
 
 
 def test_options_need_tokens_that_are_chosen():
-    with pytest.raises(ValueError, match=r"options \['adjust'\] belong to passes that choose tokens"):
+    with pytest.raises(ValueError, match=r"options \['adjust'\] belong to sampling passes"):
         plan(target(), 4, 4, "prefill", sample=False, options=("adjust",))
 
 

@@ -231,7 +231,7 @@ def test_a_model_guesses_for_itself(backend: str) -> None:
                 assert run_as_it_is(model, options) == wanted
             stats = model.stats
             assert stats is not None and stats.accepted >= 0.8 * stats.drafted > 0
-            assert f"guesses (draft {DEMO} on " in stats.guessed
+            assert f"speculation (draft {DEMO} on " in stats.guessed
 
 
 @pytest.mark.slow
@@ -415,7 +415,7 @@ def test_a_request_may_ask_for_what_a_model_decides(tmp_path: Any) -> None:
     file, asked = write_hf(tmp_path / "hf", tiny()), {"max_tokens": 4, "ignore_eos": True}
     for loaded, said in (
         ("auto", ""),
-        (2, "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'"),
+        (2, "loaded with 2 draft tokens a pass: give a number, 0 to 16, or load it with speculate='auto'"),
         (0, "loaded without speculation: load it with draft= or speculate="),
     ):
         with hybrid.load(file, "cpu", ctx=32, speculate=loaded) as model:

@@ -214,7 +214,7 @@ def test_a_tensor_in_two_parts_or_shards_is_refused(tmp_path: Path) -> None:
     hp = tiny()
     both = {"model." + n: t for n, t in weights(hp).items()}
     write_safetensors(shard, both)
-    with pytest.raises(CheckpointError, match=r"there twice"):
+    with pytest.raises(CheckpointError, match=r"duplicated"):
         open_checkpoint(folder)
     write_safetensors(shard, dict(list(both.items())[:1]))
     with pytest.raises(

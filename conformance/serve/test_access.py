@@ -109,7 +109,7 @@ def test_an_open_address_without_a_key_is_warned_of(capsys: pytest.CaptureFixtur
         args = parser().parse_args([*words, "--port", "0"])
         with listen("127.0.0.1", 0) as listening:
             announce(args.host, listening, settings(args))
-        assert ("may use this server" in capsys.readouterr().err) == warned
+        assert ("has no authentication" in capsys.readouterr().err) == warned
 
 
 def test_cors_takes_the_headers_that_clients_ask_for() -> None:

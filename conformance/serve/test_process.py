@@ -141,8 +141,8 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_wrong_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     for more, code, word in [
-        (["/no/such/model.gguf"], 1, "is not there"),
-        (["model.gguf", "--random", "gemma3-270m"], 1, "is not there"),
+        (["/no/such/model.gguf"], 1, "does not exist"),
+        (["model.gguf", "--random", "gemma3-270m"], 1, "does not exist"),
         (["--random", "gemma3-270m", "--ray"], 2, "leave out --ray"),
         (["--layers", "2"], 2, "belongs to --random"),
         (["--allow-host", "x", "--host", "0.0.0.0"], 2, "loopback"),

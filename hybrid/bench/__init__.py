@@ -1,2 +1,1 @@
-"""python -m hybrid.bench: prefill and decode measured apart, against what this device was seen to reach in the same
-run."""
+"""python -m hybrid.bench: speed of prefill and decode, measured separately, with roofs measured in the same run."""

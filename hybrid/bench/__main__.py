@@ -1,5 +1,5 @@
-"""python -m hybrid.bench MODEL|--random NAME: prefill and decode, apart, with their shares of what this device
-reaches."""
+"""python -m hybrid.bench MODEL|--random NAME: speed of prefill and decode, and their shares of the device's measured
+roofs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ USES = {
     "conversation": SERVED,
     "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "deterministic", "energy"),
 }
-"""What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices.
-What is among the options of another is one of them, where both are given."""
+"""Mode ("": prefill and decode) -> its options, besides those of the model and devices. A mode that is listed as an
+option of another mode acts as that option if both are given."""
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """For arguments such as 512,2048; 0 leaves the test out."""
+    """Parse counts such as 512,2048; 0 omits the test."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -48,14 +48,14 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """As `counts`, without 0."""
+    """Parse `counts` without 0."""
     if 0 in (found := counts(text)):
         raise argparse.ArgumentTypeError(f"{text!r} has a 0: give counts such as 1,8,32")
     return found
 
 
 def span(text: str) -> tuple[int, int]:
-    """For lengths from 16 to 1024: 16,1024; or one length."""
+    """Parse a range of lengths such as 16,1024, or one length."""
     found = sizes(text)
     if len(found) > 2 or found[0] > found[-1]:
         raise argparse.ArgumentTypeError(f"{text!r} is no length and no pair of them such as 16,1024")
@@ -63,7 +63,7 @@ def span(text: str) -> tuple[int, int]:
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """For probabilities such as 0.6,0.8."""
+    """Parse probabilities such as 0.6,0.8."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -74,7 +74,7 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def guesses(text: str) -> tuple[int | None, ...]:
-    """For numbers of guesses such as auto,0,7; None: auto."""
+    """Parse numbers of draft tokens such as auto,0,7; None: auto."""
     from hybrid.engine.loading import MOST_GUESSES
 
     try:
@@ -91,10 +91,10 @@ def guesses(text: str) -> tuple[int | None, ...]:
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m hybrid.bench",
-        description="Speed of prefill and of decode, measured apart after warm-up, with the bytes and operations behind them "
-        "(by the operations' declared costs) and their shares of what this device reached in the same run. The cache is "
-        "filled by running random tokens. A figure above the device's nameplate is an error. Or, with --requests or "
-        "--conversation, what readers of a server see: when tokens come.",
+        description="Speed of prefill and of decode, measured separately after warm-up, with their bytes and operations "
+        "(by the operations' declared costs) and shares of the roofs that this device reached in the same run. The cache is "
+        "filled by running random tokens. A rate above the device's peak is an error. With --requests or "
+        "--conversation: latencies of a server's clients.",
         epilog="Exit codes: 0, 1 error or an impossible figure, 2 wrong usage, 3 device lost or not answering.",
     )
     add_model(p)
@@ -104,14 +104,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "-n", "--tokens", type=counts, default=(128,), metavar="N,..", help="tokens to generate; 0: none (128)"
     )
-    p.add_argument(
-        "-b", "--batch-size", type=sizes, default=(1,), metavar="N,..", help="sequences at a time, each in turn (1)"
-    )
+    p.add_argument("-b", "--batch-size", type=sizes, default=(1,), metavar="N,..", help="batch sizes to measure (1)")
     p.add_argument(
         "--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)"
     )
     p.add_argument(
-        "-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)"
+        "-r",
+        "--repetitions",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="repetitions of each test, after a warm-up (5)",
     )
     add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
@@ -123,44 +126,41 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
     p.add_argument(
-        "--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut"
+        "--deterministic", action="store_true", help="one pass size, for bit-identical results with any prompt chunks"
     )
-    p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
+    p.add_argument("--energy", action="store_true", help="joules per token and watts, if the machine can measure them")
     p.add_argument(
         "--json", action="store_true", help="print one JSON object; the table, row by row, on standard error"
     )
     about = (
-        "With --acceptance alone: guesses of a known text, one sequence, in place of -p. With --requests: those run without "
-        "guesses, and again with them, a draft's own or with --acceptance those of known texts."
+        "With --acceptance alone: drafts of a known text in one sequence, instead of -p. With --requests: the requests run "
+        "without drafts and again with drafts, of the draft model or, with --acceptance, of known texts."
     )
-    g = p.add_argument_group("guessed tokens", about)
+    g = p.add_argument_group("speculative decoding", about)
+    g.add_argument("--acceptance", type=rates, metavar="P,..", help="acceptance rates of draft tokens to measure")
     g.add_argument(
-        "--acceptance", type=rates, metavar="P,..", help="guesses that are right with these rates, each in turn"
+        "--speculate", type=guesses, metavar="K,..", help="draft tokens of a pass to measure: auto, or up to 16 (auto)"
     )
-    g.add_argument(
-        "--speculate", type=guesses, metavar="K,..", help="guesses of a pass: auto, or up to 16, each in turn (auto)"
-    )
-    g.add_argument(
-        "--draft", metavar="FILE", help="a smaller model that guesses, or `lookup`; for --acceptance only its time"
-    )
+    g.add_argument("--draft", metavar="FILE", help="a draft model, or `lookup`; with --acceptance only its time counts")
     g.add_argument(
         "--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models"
     )
     g.add_argument("--draft-head", metavar="TYPE", help="with --draft-random: of its embedding and head (as --head)")
     g = p.add_argument_group(
-        "as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth."
+        "server workloads", "Random requests, up to -b running, instead of -p, -n and --ctx-depth."
     )
-    g.add_argument("--requests", type=positive, metavar="N", help="so many requests, whose readers' times are shown")
-    g.add_argument("--rate", type=amount, metavar="R", help="they arrive at R per second on average (all at once)")
+    g.add_argument("--requests", type=positive, metavar="N", help="number of requests; reports their latencies")
+    g.add_argument("--rate", type=amount, metavar="R", help="mean arrival rate, R per second (all at once)")
     g.add_argument(
-        "--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt, of a message (128)"
+        "--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt or message (128)"
     )
     g.add_argument("--output-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of an answer (128)")
+    g.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="length of the prompts' common prefix (0)")
     g.add_argument(
-        "--shared-prefix", type=int, default=0, metavar="N", help="the first N tokens of all prompts are the same (0)"
-    )
-    g.add_argument(
-        "--conversation", type=positive, metavar="TURNS", help="one conversation: first tokens with and without reuse"
+        "--conversation",
+        type=positive,
+        metavar="TURNS",
+        help="one conversation: time to first token with and without prefix reuse",
     )
     g.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and tokens (0)")
     return p
@@ -173,14 +173,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _given(argv: list[str] | None) -> list[str]:
-    """The options of `USES` that are given, also with the values that they have by default."""
+    """The given options of `USES`, including those given with their default value."""
     p, names = parser(), dict.fromkeys(name for mode, used in USES.items() for name in (mode, *used) if name)
     p.set_defaults(**names)
     return [name for name, value in vars(p.parse_args(argv)).items() if name in names and value is not None]
 
 
 def _check(given: list[str]) -> None:
-    """UsageError for options that nothing would use."""
+    """UsageError for options that the mode does not use."""
     modes = [
         name for name in given if name in USES and not any(name in USES[other] for other in given if other in USES)
     ]
@@ -258,12 +258,12 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
 
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
-    """An engine whose context holds the longest test."""
+    """An engine with enough context for the longest test."""
     from hybrid.engine.loading import EngineConfig
     from hybrid.engine.loop import Engine
 
     depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
-    # Decoding begins with two tokens, and a token is chosen after the last.
+    # Decoding begins with two tokens and samples one after the last.
     ctx = max(depth + max(args.prompt) + 1, max((max(depth, 2) + n + 1 for n in args.tokens if n), default=0))
     if ctx > checkpoint.hparams.context_length:
         raise ValueError(
@@ -285,7 +285,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
 
 
 def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> Iterator[Row]:
-    """The tests, one after another."""
+    """Run the tests in order."""
     from hybrid.bench.measure import Bench
 
     tests = []

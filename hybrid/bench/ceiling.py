@@ -1,4 +1,4 @@
-"""What figures are compared with: the probes of this run, once they are good enough, else the device's sheet."""
+"""Roofs for the reported shares: this run's probes if fast enough, else the device sheet's peaks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
 from hybrid.spec.devicesheet import DeviceSheet
 
-TRUSTED = 0.93  # of what well-written programs have reached: a slower copy measures the probe, not the device
+TRUSTED = 0.93  # of the sheet's reached rate: a slower copy probe is not used as a roof
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Bytes and operations per second that shares are quoted against (None: not known), and what they are."""
+    """Rates that shares refer to (None: unknown), and their sources."""
 
     gb_s: float
     of_bytes: str
@@ -29,21 +29,23 @@ class Ceiling:
 
 
 def ceiling(probes: Probes, sheet: DeviceSheet | None) -> Ceiling:
-    """The probes' figures; the sheet's where the copy probe stays behind what others have reached, or there is none."""
+    """The probes' rates; the sheet's if the copy probe is slower than TRUSTED or a probe is missing."""
     gb_s, of_bytes = probes.copy_gb_s, "the copy probe of this run"
     reached = sheet.reached.bandwidth_gb_s if sheet else None
     peak = sheet.peak.bandwidth_gb_s if sheet else None
     if reached and peak and probes.copy_gb_s < TRUSTED * reached.value:
         gb_s = peak.value
-        of_bytes = f"the sheet's peak, for the copy probe reached {probes.copy_gb_s:.0f} GB/s, others {reached.value:g}"
+        of_bytes = (
+            f"the sheet's peak, since the copy probe reached only {probes.copy_gb_s:.0f} of {reached.value:g} GB/s"
+        )
     tflops, of_flops = probes.matrix_tflops, "the matrix probe of this run"
     if tflops is None and sheet and sheet.peak.f16_tflops:
-        tflops, of_flops = sheet.peak.f16_tflops.value, "the sheet's peak, for there is no matrix probe here"
+        tflops, of_flops = sheet.peak.f16_tflops.value, "the sheet's peak, no matrix probe"
     return Ceiling(gb_s, of_bytes, tflops, of_flops if tflops else "nothing: no ceiling is known")
 
 
 def impossible(rows: Iterable[Row], probes: Probes, sheet: DeviceSheet | None) -> list[str]:
-    """A line for each figure above the device's nameplate: the measurement is wrong, not the device fast."""
+    """A line for each rate above the device's peak, which indicates a measurement error."""
     if sheet is None:
         return []
     peak = sheet.peak

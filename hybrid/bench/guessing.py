@@ -1,9 +1,9 @@
-"""What guessed tokens are worth on a device, whatever a trained pair of models would guess: a text is decoded plainly,
-then again by passes that verify guesses of it, right with a set rate. With a draft model its passes are run for every
-guess and what they choose is not used: drafting takes its time.
+"""Benchmark of speculative decoding at set acceptance rates, independent of a trained pair of models. A text is decoded
+without drafts, then again with passes that verify drafts of it. A draft model's passes run for their time; its tokens
+are discarded.
 
-The text is drawn at so high a temperature that the noise alone chooses: it is the same however passes round, and costs
-what sampling costs.
+The temperature is so high that only the noise decides the samples. The text is then independent of rounding and has
+the cost of sampling.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NOISE = 1e6  # the temperature
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """One test: `n` tokens after `depth` others, with guesses that are right with `rate`, `k` of them in a pass (None:
-    by their worth). Seconds: medians of the repetitions."""
+    """One test: `n` tokens after `depth` positions, with `k` draft tokens of acceptance `rate` in a pass (None: chosen
+    by the speculation controller). Times are medians of the repetitions."""
 
     n: int
     depth: int
@@ -38,17 +38,17 @@ class Guessed:
     k: int | None
     draft: str
     plain: float
-    """Tokens per second of the same text without guesses."""
+    """Tokens per second of the same text without drafts."""
     speed: float
     drafted: int
-    """Of one repetition, so are the others."""
+    """Draft tokens of one repetition, like the other counts."""
     accepted: int
     verified: int
     passes: int
     pass_ms: Mapping[int, float]
-    """Milliseconds of a pass by its rows, as the host waits for it."""
+    """Milliseconds of a pass by its rows, measured on the host."""
     guess_ms: float
-    """Of drafting, for each of the most guesses of a pass."""
+    """Milliseconds to draft one token, at the largest number of drafts in a pass."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -56,12 +56,12 @@ class Guessed:
 
     @property
     def ideal(self) -> float:
-        """Tokens of a verification if each guess were right by itself with `rate`: for the mean number of guesses."""
+        """Expected tokens of a verify pass with independent acceptances of `rate`, for the mean number of drafts."""
         return expected(self.rate, round(self.drafted / self.verified)) if self.verified else 1.0
 
 
 class Guessing:
-    """Tests on a model that nothing else uses, loaded with a draft model or `lookup`, whose place it takes."""
+    """Tests on an otherwise idle model, loaded with a draft model or `lookup`, whose drafter it replaces."""
 
     def __init__(self, model: hybrid.Model, repeats: int) -> None:
         assert model.speculator is not None
@@ -71,7 +71,7 @@ class Guessing:
         self._texts: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
     def run(self, n: int, depth: int, rate: float, k: int | None) -> Guessed:
-        """RuntimeError where a text with guesses is not the plain one."""
+        """Run one test. RuntimeError if the text with drafts differs from that without."""
         prompt, spec = [1 + i % 1000 for i in range(max(depth, 2))], self.speculator
         if (n, depth) not in self._texts:
             self._texts[n, depth] = self._timed(prompt, n, None)
@@ -99,7 +99,7 @@ class Guessing:
         )
 
     def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
-        """Tokens per second, those after the first, and the text; with guesses where a text is wanted."""
+        """(tokens per second after the first token, the text). wanted: the text to draft; None: no drafts."""
         speeds, text = [], wanted
         for _ in range(self.repeats + 1):
             for _ in self.model.generate(
@@ -110,7 +110,7 @@ class Guessing:
             assert stats is not None
             if self.model.engine.faults or list(stats.ids) != (text or list(stats.ids)):
                 raise RuntimeError(
-                    f"texts differ ({'; '.join(self.model.engine.faults) or 'other tokens'}): the figures are void"
+                    f"texts differ ({'; '.join(self.model.engine.faults) or 'other tokens'}): the measurement is invalid"
                 )
             text = list(stats.ids)
             speeds.append(stats.tokens_per_second)
@@ -123,13 +123,13 @@ def as_dict(g: Guessed) -> dict[str, Any]:
 
 
 HEADER = (
-    f"{'guessed':18}{'right':>7}{'k':>6}{'plain':>9}{'tok/s':>9}{'times':>7}{'tokens/pass':>13}{'expected':>10}"
-    f"{'accepted':>10}{'guess ms':>10}  pass ms by rows"
+    f"{'speculation':18}{'rate':>7}{'k':>6}{'plain':>9}{'tok/s':>9}{'times':>7}{'tokens/pass':>13}{'expected':>10}"
+    f"{'accepted':>10}{'draft ms':>10}  pass ms by rows"
 )
 
 
 def line(g: Mapping[str, Any]) -> str:
-    """A test of `as_dict`, for people."""
+    """A table line of a test in the form of `as_dict`."""
     share = f"{100 * g['accepted'] / g['drafted']:.0f} %" if g["drafted"] else "-"
     passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in g["pass_ms"].items())
     k = "auto" if g["k"] is None else g["k"]
@@ -141,7 +141,7 @@ def line(g: Mapping[str, Any]) -> str:
 
 
 def guessing(args: argparse.Namespace, command: str) -> int:
-    """Run what the arguments of `hybrid.bench` ask for and print it."""
+    """Run the benchmark of `hybrid.bench --acceptance` and print it."""
     check_draft(args)
     wanted: Sequence[int | None] = args.speculate or (None,)
     if max(args.batch_size) > 1 or not any(args.tokens):
@@ -150,7 +150,9 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "several sequences it is with --requests"
         )
     if 0 in wanted:
-        raise UsageError("--speculate 0 belongs to --requests: --acceptance alone is always compared with no guesses")
+        raise UsageError(
+            "--speculate 0 belongs to --requests: --acceptance alone is always compared with a run without drafts"
+        )
     most = max((k for k in wanted if k is not None), default=MOST)
     ctx = max(max(args.ctx_depth), 2) + max(args.tokens) + 1
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
@@ -183,7 +185,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             [
                 f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
                 *(f"passed over: {reason}" for reason in report["passed_over"]),
-                f"{report['model']}, guesses of {report['draft']}, right by set rates",
+                f"{report['model']}, drafts of {report['draft']} with set acceptance rates",
                 "",
                 HEADER,
             ],
@@ -198,7 +200,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
 
 
 def check_draft(args: argparse.Namespace) -> None:
-    """UsageError for options of the draft that do not go together."""
+    """UsageError for conflicting options of the draft model."""
     if args.draft and args.draft_random:
         raise UsageError("--draft or --draft-random: one of the two")
     if args.draft_head and not args.draft_random:
@@ -206,7 +208,7 @@ def check_draft(args: argparse.Namespace) -> None:
 
 
 def draft_of(args: argparse.Namespace) -> Checkpoint | str:
-    """What guesses, as hybrid.load takes it: a model, a file's name, or `lookup` where none is named."""
+    """The `draft` argument of hybrid.load: a checkpoint, a file's name, or `lookup` by default."""
     from hybrid.checkpoint.random import random_checkpoint
 
     if args.draft_random:

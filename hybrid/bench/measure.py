@@ -1,7 +1,7 @@
-"""Timed runs of one engine: prompts in passes, and tokens one after another, as requests like any other.
+"""Timed runs of an engine with ordinary requests: prefill and decode.
 
-Before the first repetition the cache is filled by running random tokens through the model. Later ones take as many
-positions for computed (`Request.start`): the same work, on what the cache holds.
+Before the first repetition the cache is filled by running random tokens. Later repetitions mark these positions as
+computed (`Request.start`), so that they do the same work.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hybrid.planning.cost import Cost, plan_cost
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One test: `tokens` of all sequences, in each of `seconds` (one per repetition)."""
+    """One test: `tokens` of all sequences together, `seconds` of each repetition."""
 
     phase: Literal["prefill", "decode"]
     n: int
     depth: int
-    """Positions in the cache before it, per sequence."""
+    """Positions in the cache before the test, per sequence."""
     batch: int
     tokens: int
     seconds: tuple[float, ...]
     flops: int
-    """Of one repetition, by the operations' declared cost; so are the bytes."""
+    """Operations of one repetition by the declared costs, like the bytes."""
     nbytes: int
     counted: Mapping[str, float]
     """The device's counters per pass: submits, dispatches, barriers, allocations, recordings, transfers."""
     host_us: float | None = None
-    """Of the engine's own work per token, waits excluded; None where submitting is running."""
+    """Host time per token without waits, in microseconds; None if submit runs the pass itself."""
     energy: Energy | None = None
-    """Of all repetitions, where it was asked for."""
+    """Energy of all repetitions, if measured."""
 
     @property
     def name(self) -> str:
@@ -68,8 +68,7 @@ class Row:
 
 
 class Bench:
-    """Tests on an engine that nothing else uses, with `batch` sequences at a time (default: as many as it has
-    slots)."""
+    """Tests on an otherwise idle engine, with `batch` sequences (default: its slots)."""
 
     def __init__(
         self, engine: Engine, repeats: int, seed: int = 0, batch: int | None = None, meter: Meter | None = None
@@ -80,9 +79,9 @@ class Bench:
         self._handles: list[Handle] = []
 
     def prefill(self, n: int, depth: int) -> Row:
-        """`n` tokens of each sequence after `depth` others: time until the next token is chosen."""
+        """Prefill `n` tokens of each sequence after `depth` positions: time until the next token is sampled."""
         engine, seconds = self.engine, []
-        for run in range(-1, self.repeats):  # the first warms up, and fills the cache
+        for run in range(-1, self.repeats):  # the first run warms up and fills the cache
             wanted = self.requests(depth + n, 1, 0 if run < 0 else depth)
             counters, passes, cost = engine.counters.copy(), self._passes, self._cost()
             with self._metered(run):
@@ -96,12 +95,14 @@ class Bench:
         return self._row("prefill", n, depth, seconds, done, self._per(counters, self._passes - passes))
 
     def decode(self, n: int, depth: int) -> Row:
-        """`n` tokens of each sequence, one after another, from `depth` (at least 2) positions on."""
+        """Decode `n` tokens of each sequence after `depth` (at least 2) positions."""
         engine, seconds, hosts = self.engine, [], []
         start = max(depth, 2)
         for run in range(-1, self.repeats):
             wanted = self.requests(start, n + 1, 0 if run < 0 else start - 1)
-            self.run(wanted, lambda request: len(request.ids) > request.n_prompt)  # a pass ahead of them runs by now
+            self.run(
+                wanted, lambda request: len(request.ids) > request.n_prompt
+            )  # a pass submitted early is running by now
             counters, passes, waited = engine.counters.copy(), self._passes, engine.waited
             with self._metered(run):
                 begin = time.perf_counter()
@@ -116,18 +117,18 @@ class Bench:
         return self._row("decode", n, depth, seconds, Cost(one.flops * n, one.nbytes * n), counted, host_us)
 
     def requests(self, length: int, most: int, start: int) -> list[Request]:
-        """One for each sequence: a prompt of random tokens, of which the first `start` count as computed."""
+        """A request for each sequence: a prompt of random tokens, the first `start` marked as computed."""
         options = Options(max_tokens=most, ignore_eos=True)
         made = [Request(0, self.ids(length), options, start=start) for _ in range(self.batch)]
         for request in made:
-            request.private = True  # no run finds the tokens of another
-        self._handles = [self.engine.drive(request) for request in made]  # what nobody holds is cancelled
+            request.private = True  # no prefix reuse between runs
+        self._handles = [self.engine.drive(request) for request in made]  # unreferenced handles are cancelled
         return made
 
     def run(
         self, wanted: Sequence[Request], until: Callable[[Request], bool] = lambda request: request.finish is not None
     ) -> None:
-        """Run passes until every request is so far. RuntimeError for a token that is none, or one too few."""
+        """Run passes until `until` holds for every request. RuntimeError for an invalid or missing token."""
         while not all(map(until, wanted)):
             self.engine.drive_step()
         for request in wanted:
@@ -135,7 +136,7 @@ class Bench:
                 raise request.error
             most = self.engine.target.n_tokens
             if max(request.generated, default=0) >= most:
-                raise RuntimeError(f"the device chose {request.generated}: not all are tokens below {most}")
+                raise RuntimeError(f"the device sampled {request.generated}: not all are tokens below {most}")
             if request.finish is not None and len(request.generated) != request.limit:
                 raise RuntimeError(f"a sequence got {len(request.generated)} tokens, {request.limit} were asked for")
 
@@ -150,12 +151,12 @@ class Bench:
         return self.engine.scheduler.counts.passes
 
     def _cost(self) -> Cost:
-        """Of all passes so far, by the operations' declared costs."""
+        """Cost of all passes so far, by the operations' declarations."""
         totals = self.engine.runner.work.totals().values()
         return Cost(round(sum(t.flops for t in totals)), round(sum(t.nbytes for t in totals)))
 
     def _metered(self, run: int) -> AbstractContextManager[object]:
-        """The energy of a repetition is counted, that of warming up is not."""
+        """Measure the energy of repetitions, not of the warm-up."""
         return self.meter.running() if self.meter and run >= 0 else nullcontext()
 
     def _per(self, before: Counters, passes: int) -> dict[str, float]:

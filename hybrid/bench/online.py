@@ -1,4 +1,4 @@
-"""python -m hybrid.bench --requests, --conversation: what readers see of a model that serves."""
+"""python -m hybrid.bench --requests, --conversation: latencies of a served model's clients."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hybrid.engine.speculation import MOST
 
 
 def online(args: argparse.Namespace, command: str) -> int:
-    """Run what the arguments of `hybrid.bench` ask for and print it."""
+    """Run the benchmark of `hybrid.bench --requests` or `--conversation` and print it."""
     _check(args)
     begin = time.perf_counter()
     slots = max(
         args.batch_size[0], 3 if args.conversation else 1
-    )  # a conversation and the same without reuse take two caches
+    )  # the conversation and its prompt without reuse need a cache each
     with hybrid.load(
         open_model(args),
         args.device,
@@ -87,13 +87,13 @@ def _check(args: argparse.Namespace) -> None:
     check_draft(args)
     if args.speculate and not any(k != 0 for k in args.speculate):
         raise UsageError(
-            "--speculate 0 guesses nothing, which is measured anyway: add auto or a number to it, or leave out all "
-            "options of guesses"
+            "--speculate 0 alone: the run without drafts is always measured: add auto or a number, or leave out all "
+            "speculation options"
         )
 
 
 def _guesses(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of hybrid.load; none where nothing is to be guessed."""
+    """Speculation options of hybrid.load; empty without speculation."""
     if not (args.acceptance or args.speculate or args.draft or args.draft_random):
         return {}
     most = max(MOST if k is None else k for k in _numbers(args))
@@ -101,7 +101,7 @@ def _guesses(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _numbers(args: argparse.Namespace) -> Sequence[int | None]:
-    """Guesses of a pass, as of `Guesses`, of each run."""
+    """Draft tokens of a pass (`Guesses`) of each run."""
     return args.speculate or (None,)
 
 
@@ -110,13 +110,13 @@ def _passed_over(model: hybrid.Model) -> list[str]:
 
 
 def _context(args: argparse.Namespace) -> int:
-    """Positions of the longest sequence, and room for the end of it."""
+    """Context for the longest sequence, with a margin."""
     turns = args.conversation or 1
     return talk.length(turns, args.prompt_lengths, args.output_lengths) + 1
 
 
 def _requests(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> dict[str, Any]:
-    """One run without guesses, then one for each rate and number of them."""
+    """A run without drafts, then one for each acceptance rate and number of drafts."""
     vocab, spans, rates = (
         model.engine.target.n_tokens,
         (args.prompt_lengths, args.output_lengths),

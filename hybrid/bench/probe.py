@@ -1,9 +1,7 @@
-"""What a device reaches at its best, measured now: bytes per second of a copy, operations per second of its matrix
-units.
+"""Measure a device's roofs: bandwidth of a copy, and rate of its matrix units.
 
-Method: every built variant of the probe kernels runs a few times; the fastest run of the best variant counts, for a
-ceiling is a maximum. A copy of n bytes moves 2n: n read, n written. On cpu the probes are NumPy's copy and its matrix
-product in float32.
+Every variant of the probe kernels runs a few times; the fastest run counts. A copy of n bytes moves 2n bytes. On cpu
+the probes are NumPy's copy and its float32 matrix product.
 """
 
 from __future__ import annotations
@@ -21,15 +19,18 @@ from hybrid.core.plan import Plan, Step
 from hybrid.spec.cost import Cost
 
 REPEATS = 4
-COPY_BYTES = {"discrete": 2 << 30, "integrated": 256 << 20, "cpu": 24 << 20}  # one buffer: far more than caches hold
-GROUPS = (0, 1 << 13)  # of a copy: 0 is one for each tile, else each takes several in turn
+COPY_BYTES = {
+    "discrete": 2 << 30,
+    "integrated": 256 << 20,
+    "cpu": 24 << 20,
+}  # bytes of a buffer, far larger than caches
+GROUPS = (0, 1 << 13)  # workgroups of a copy; 0: one for each tile, else each loops over tiles
 MATRIX_GROUPS, MATRIX_STEPS = 4096, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Ceilings of this run; None where the device has no such units. `variants`: each variant's best, GB/s or
-    TFLOPS."""
+    """Measured roofs; None without matrix units. `variants`: each variant's best rate, GB/s or TFLOPS."""
 
     copy_gb_s: float
     copy: str
@@ -39,7 +40,7 @@ class Probes:
 
 
 def probe(device: Any) -> Probes:
-    """Of an open device; takes about a second and gives the memory back."""
+    """Measure an open device; frees its buffers afterwards."""
     if device.backend not in PROBES:
         raise ValueError(f"no probe measures what {device.backend} reaches: add one to PROBES of hybrid/bench/probe.py")
     copies, matrices = PROBES[device.backend](device)
@@ -51,7 +52,7 @@ def probe(device: Any) -> Probes:
 
 
 def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the best of a few runs, on the host's clock."""
+    """Seconds of the fastest of a few runs, by the host's clock."""
     found = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()
@@ -94,7 +95,7 @@ def _vulkan(device: Any) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def buffers(device: Any, held: ExitStack) -> tuple[Any, Any]:
-    """Two slices of device memory for the probes of a Vulkan device, far larger than its caches; `held` frees them."""
+    """Two buffers for the probes of a Vulkan device, far larger than its caches; `held` frees them."""
     from hybrid.kernels.vulkan.memory import align_up
 
     pool = device.memory_pool
@@ -104,20 +105,20 @@ def buffers(device: Any, held: ExitStack) -> tuple[Any, Any]:
     def allocate() -> Any:
         piece = pool.allocate(align_up(size), "scratch")
         held.callback(pool.release, piece, "scratch")
-        device.fill(piece, 0x3C)  # as f16 a little more than 1
+        device.fill(piece, 0x3C)  # f16 values slightly above 1
         return piece
 
     return allocate(), allocate()
 
 
 def copies(device: Any, nbytes: int) -> list[Variant]:
-    """Copies of a buffer of so many bytes: each variant that the device can run."""
+    """Copy variants that the device supports, for buffers of `nbytes`."""
     found = []
     for name in device.kernels_named("probe_copy."):
         threads, each = map(int, name.split(".")[1:])
         if threads > device.max_threads:
             continue
-        tiles = nbytes // 16 // (threads * each)  # a group takes so many words of 16 bytes at a time
+        tiles = nbytes // 16 // (threads * each)  # a workgroup copies threads * each 16-byte words at a time
         for groups in GROUPS if device.info.kind != "cpu" else GROUPS[1:]:
             grid = min(groups or tiles, tiles, device.max_groups[0])
             label = f"{name}{f' x {grid} groups' if groups else ''}"
@@ -126,14 +127,14 @@ def copies(device: Any, nbytes: int) -> list[Variant]:
 
 
 def products(device: Any, nbytes: int) -> list[Variant]:
-    """Products of matrix units whose sums fit a buffer of so many bytes; none where the device has no such units."""
+    """Matrix-unit variants with results that fit in `nbytes`; empty without matrix units."""
     if not device.has("cooperative_matrix") or device.subgroup_size != 32:
         return []
     found = []
     for name in device.kernels_named("probe_matrix."):
         _, threads, tile = name.split(".")
         rows, columns = map(int, tile.split("x"))
-        subgroups, tiles = int(threads) // 32, rows * columns  # of a group; that each multiplies in a step
+        subgroups, tiles = int(threads) // 32, rows * columns  # of a workgroup; of each subgroup in a step
         if MATRIX_GROUPS * subgroups * 1024 <= nbytes:
             flops = MATRIX_GROUPS * subgroups * MATRIX_STEPS * tiles * 2 * 16**3
             found.append(Variant(name, name, struct.pack("<I", MATRIX_STEPS), MATRIX_GROUPS, Cost(flops)))
@@ -152,7 +153,7 @@ def record(device: Any, variant: Variant, source: Any, target: Any, profile: boo
 
 
 def _timed(device: Any, variant: Variant, source: Any, target: Any) -> float:
-    """Seconds of one dispatch by the device's clock, the best of a few."""
+    """Seconds of the fastest of a few dispatches, by the device's clock."""
     program = record(device, variant, source, target, profile=True)
     try:
         times: list[Sequence[Any]] = []

@@ -1,4 +1,4 @@
-"""What a bench prints: one object for programs, one table for people, from the same figures."""
+"""Output of a benchmark: a JSON object or a text table of the same figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def row_dict(row: Row, limit: Ceiling) -> dict[str, Any]:
 
 
 def energy_dict(energy: Energy, tokens: int) -> dict[str, Any]:
-    """Energy of a run of so many tokens, as plain data."""
+    """Energy of a run of `tokens`, as plain data."""
     return {
         **asdict(energy),
         "watts": energy.watts,
@@ -55,7 +55,7 @@ def energy_dict(energy: Energy, tokens: int) -> dict[str, Any]:
 def as_dict(
     about: Mapping[str, Any], rows: Sequence[Row], probes: Probes, limit: Ceiling, wrong: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything: what was measured on what, with which command."""
+    """The complete report as plain data."""
     return {
         "schema": SCHEMA,
         **about,
@@ -67,24 +67,23 @@ def as_dict(
 
 
 def _activations(precision: Mapping[str, Sequence[str]]) -> str:
-    """Types of matrix inputs, those of prefill where they differ."""
+    """Types of matrix inputs, with those of prefill if different."""
     prefill = precision.get("prefill activations")
     return ", ".join(precision["activations"]) + (f" (prefill {', '.join(prefill)})" if prefill else "")
 
 
 def say(lines: Sequence[str], beside: bool) -> None:
-    """Print what is known by now, so that it is there if the rest never comes; beside: on standard error, beside an
-    object."""
+    """Print and flush partial results. beside: to standard error, if a JSON object goes to standard output."""
     print("\n".join(lines), file=sys.stderr if beside else sys.stdout, flush=True)
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """For people, all at once."""
+    """The complete report as text."""
     return "\n".join([*head(report), *(line for r in report["results"] for line in row_lines(r))])
 
 
 def head(report: Mapping[str, Any]) -> list[str]:
-    """What stands before the rows. Speeds are medians; the spread is the standard deviation of the repetitions."""
+    """Lines before the rows. Speeds are medians; the spread is the standard deviation of the repetitions."""
     probes, limit = report["probes"], report["ceiling"]
     matrix = "no matrix units"
     if probes["matrix_tflops"] is not None:
@@ -104,7 +103,7 @@ def head(report: Mapping[str, Any]) -> list[str]:
 
 
 def row_lines(r: Mapping[str, Any]) -> list[str]:
-    """A test of `row_dict`."""
+    """Table lines of a test in the form of `row_dict`."""
     host = "-" if r["host_us_per_token"] is None else f"{r['host_us_per_token']:.1f}"
     flops = "-" if r["share_of_matrix"] is None else f"{100 * r['share_of_matrix']:.1f} %"
     line = (

@@ -1,8 +1,8 @@
-"""Requests as a server gets them: they arrive one after another, with prompts and answers of different lengths, and
-what counts is when their tokens come. Times are those of a reader in this process, from `Model.submit` on.
+"""A server workload: requests with random arrivals and lengths, and their latencies, measured from `Model.submit` by a
+reader in this process.
 
-Arrivals, lengths and tokens are drawn from a seed: a Poisson process, uniform lengths, random ids. An end-of-text token
-ends nothing, so that every run does the same work.
+A seed determines Poisson arrivals, uniform lengths and random ids. End-of-text tokens are ignored, so that every run
+does the same work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Submit = Callable[..., Handle]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """at: seconds after the first one's arrival. n: tokens to generate."""
+    """at: arrival in seconds after the first request. n: tokens to generate."""
 
     at: float
     ids: tuple[int, ...]
@@ -36,8 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request that has ended. times: when each of its tokens came, in seconds after the run's start, as are the
-    others."""
+    """A finished request. times: arrival of each token. All times are in seconds after the run's start."""
 
     submitted: float
     times: tuple[float, ...]
@@ -45,7 +44,7 @@ class Served:
 
     @property
     def first(self) -> float:
-        """Seconds to its first token."""
+        """Seconds to the first token."""
         return self.times[0] - self.submitted
 
     @property
@@ -63,8 +62,8 @@ def requests(
     shared: int = 0,
     seed: int = 0,
 ) -> list[Request]:
-    """`n` of them, `rate` per second on average (None: all at once), prompts and answers of so many tokens (least,
-    most), the first `shared` of each prompt the same."""
+    """`n` random requests. rate: mean arrivals per second (None: all at once); prompts, outputs: (least, most) tokens;
+    shared: length of the common prompt prefix."""
     draw = np.random.default_rng(seed)
     arrivals = np.zeros(n) if rate is None else np.cumsum(draw.exponential(1 / rate, n))
     common = draw.integers(0, vocab, shared).tolist()
@@ -77,8 +76,7 @@ def requests(
 
 
 def serve(submit: Submit, wanted: Sequence[Request]) -> list[Served]:
-    """Submit each at its time, and read them all. A request that finds the queue full comes again when it is told
-    to."""
+    """Submit each request at its time and read all of them. Retries after QueueFull.retry_after."""
     return asyncio.run(_serve(submit, wanted))
 
 
@@ -103,20 +101,20 @@ async def _serve(submit: Submit, wanted: Sequence[Request]) -> list[Served]:
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p95, p99 and the most, in milliseconds."""
+    """p50, p95, p99 and maximum in milliseconds."""
     found = np.percentile(np.array(seconds) * 1e3, QUANTILES).tolist()
     return {**{f"p{q}": value for q, value in zip(QUANTILES, found, strict=True)}, "max": max(seconds) * 1e3}
 
 
 def summary(served: Sequence[Served], before: Metrics, after: Metrics) -> dict[str, Any]:
-    """What was reached, as plain data. RuntimeError where a request did not get the tokens that it asked for."""
+    """Throughput and latencies as plain data. RuntimeError if a request has too few tokens."""
     for s in served:
         if s.completion.finish != "length" or len(s.times) != s.completion.usage.completion_tokens:
             raise RuntimeError(
-                f"a request ended with {s.completion.finish!r} after {len(s.times)} tokens: the figures are void"
+                f"a request ended with {s.completion.finish!r} after {len(s.times)} tokens: the measurement is invalid"
             )
     begin, end = min(s.submitted for s in served), max(s.times[-1] for s in served)
-    full = (max(s.times[0] for s in served), min(s.times[-1] for s in served))  # while all of them run
+    full = (max(s.times[0] for s in served), min(s.times[-1] for s in served))  # interval in which all requests run
     tokens = sum(len(s.times) for s in served)
     inside = sum(full[0] < t <= full[1] for s in served for t in s.times)
     prompts = sum(s.completion.usage.prompt_tokens for s in served)
@@ -139,7 +137,7 @@ def summary(served: Sequence[Served], before: Metrics, after: Metrics) -> dict[s
 
 
 def text(found: Mapping[str, Any]) -> list[str]:
-    """For people."""
+    """Report lines."""
 
     def line(name: str, ms: Mapping[str, float] | None) -> str:
         return f"{name:22}" + ("-" if ms is None else "   ".join(f"{k} {v:.1f}" for k, v in ms.items()) + " ms")

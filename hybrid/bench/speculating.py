@@ -1,7 +1,7 @@
-"""hybrid.bench --requests: the same requests once or several times on one model, without guesses and with some, so that
-what guesses win or lose is not hidden by other texts, another load or another hour.
+"""hybrid.bench --requests: run the same requests on one model without and with drafts, so that the comparison has the
+same texts and load.
 
-Each run begins as the first does: no prompt is found in the cache, and what guesses are worth is learned anew.
+Before each run the prefix cache and the speculation controller are reset.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from hybrid.devices.energy import Meter
 from hybrid.engine.speculation import Replay
 from hybrid.engine.stats import Metrics
 
-WARM = 4  # tokens that the requests before a run generate
+WARM = 4  # tokens of each warm-up request
 
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Of a run: `k` of them in a pass (None: by their worth; 0: none), right with `rate` (None: as the draft happens to
-    be)."""
+    """Speculation of a run: `k` draft tokens of a pass (None: by the controller; 0: none), with acceptance `rate`
+    (None: the drafter's own)."""
 
     k: int | None = 0
     rate: float | None = None
 
     @property
     def title(self) -> str:
-        """For people."""
+        """A title for reports."""
         if self.k == 0:
-            return "without guesses"
-        right = "" if self.rate is None else f", each right with {self.rate:.2f} where those before it are"
-        return f"guesses of a pass: {'auto' if self.k is None else self.k}{right}"
+            return "without drafts"
+        right = "" if self.rate is None else f", acceptance {self.rate:.2f}"
+        return f"draft tokens of a pass: {'auto' if self.k is None else self.k}{right}"
 
 
 class Runs:
-    """On a model that nothing else uses and that runs up to `slots` requests at a time. known: texts are drawn by noise
-    alone, so that they are the same however passes round, and guesses of them can be right with a set rate."""
+    """Runs on an otherwise idle model with up to `slots` running requests. known: sample by noise only, so that texts
+    are independent of rounding and drafts of them can have a set acceptance rate."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class Runs:
         self._draft = None if model.speculator is None else model.speculator.draft
         self._seeds = {request.ids: seed for seed, request in enumerate(wanted)}
         self._plain: tuple[dict[str, Any], list[tuple[int, ...]]] | None = None
-        """The last run without guesses: what was reached, and its texts."""
+        """(summary, texts) of the last run without drafts."""
 
     @property
     def name(self) -> str | None:
-        """Whose guesses they are; None: there are none."""
+        """The drafter's name, or None."""
         if self.model.speculator is None:
             return None
         return "known texts" if self.known and self._draft is None else self.model.speculator.name
 
     def run(self, guesses: Guesses) -> dict[str, Any]:
-        """What was reached, as plain data: `requests.summary` and, where a run without guesses came before, what the
-        guesses of this one were and how it compares with that. RuntimeError for figures that are void."""
+        """Run the requests; returns `requests.summary` and, after a run without drafts, the speculation statistics and
+        the comparison. RuntimeError for an invalid measurement."""
         submit = self._begin(guesses)
         requests.serve(submit, [replace(r, at=0.0, n=min(r.n, WARM)) for r in self.wanted[: self.slots]])
         self._forget()
@@ -81,13 +81,13 @@ class Runs:
         return self._compared(guesses, served, found, before, after)
 
     def text(self, found: Mapping[str, Any]) -> list[str]:
-        """For people."""
+        """Report lines."""
         lines = requests.text(found) + ([found["energy"]["line"]] if "energy" in found else [])
         if "guesses" not in found:
             return lines
         together = found["times_while_all_run"]
         inside = "" if together is None else f" ({together:.3f} while all run)"
-        compared = f"{found['times']:.3f} times the tok/s of the last run without guesses{inside}"
+        compared = f"{found['times']:.3f} times the tok/s of the last run without drafts{inside}"
         return [
             *lines,
             found["guesses"],
@@ -95,7 +95,7 @@ class Runs:
         ]
 
     def _begin(self, guesses: Guesses) -> Submit:
-        """Let the model guess so; how requests are submitted then."""
+        """Configure the model's speculation; returns the submit function."""
         speculator, known, seeds = self.model.speculator, self.known, self._seeds
         if speculator is not None:
             with self.model.engine.lock:
@@ -103,7 +103,7 @@ class Runs:
                 if guesses.rate is not None:
                     speculator.drafter = self._replayed(guesses.rate)
         elif guesses.k != 0:
-            raise ValueError("the model was loaded without guesses: load it with draft= or speculate=")
+            raise ValueError("the model was loaded without speculation: load it with draft= or speculate=")
         self._forget()
 
         def submit(ids: tuple[int, ...], **options: Any) -> hybrid.Handle:
@@ -115,19 +115,21 @@ class Runs:
     def _replayed(self, rate: float) -> Replay:
         assert self._plain is not None
         texts: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for request, answer in zip(self.wanted, self._plain[1], strict=True):  # of one prompt, the longest
+        for request, answer in zip(
+            self.wanted, self._plain[1], strict=True
+        ):  # of equal prompts, keep the longest answer
             texts[request.ids] = max(answer, texts.get(request.ids, ()), key=len)
         return Replay(texts, rate, self._draft)
 
     def _forget(self) -> None:
-        """The prefixes in the cache, and what passes and guesses cost and how often they were right."""
+        """Reset the prefix cache, and the controller's pass times and acceptance."""
         with self.model.engine.lock:
             self.model.engine.runner.blocks.clear()
             if self.model.speculator is not None:
                 self.model.speculator.forget()
 
     def _faults(self) -> list[str]:
-        """Why guessing has ended, or passes take longer than they did; of the model, and of the draft."""
+        """Faults of the model and the draft model that stopped speculation or slowed passes."""
         return [*self.model.engine.faults, *(self._draft.runner.faults if self._draft is not None else ())]
 
     def _compared(
@@ -139,10 +141,12 @@ class Runs:
         if self.model.speculator is None or plain is None:
             return found
         if faults := self._faults():
-            raise RuntimeError(f"{'; '.join(faults)}: the figures are void")
+            raise RuntimeError(f"{'; '.join(faults)}: the measurement is invalid")
         same = sum(a == b for a, b in zip(texts, plain[1], strict=True))
         if self.known and same < len(texts):
-            raise RuntimeError(f"{len(texts) - same} texts differ from those without guesses: the figures are void")
+            raise RuntimeError(
+                f"{len(texts) - same} texts differ from those without drafts: the measurement is invalid"
+            )
         drafted, accepted, verified = (
             getattr(after, name) - getattr(before, name) for name in ("drafted", "accepted", "verified")
         )
@@ -155,7 +159,7 @@ class Runs:
             "drafted": drafted,
             "accepted": accepted,
             "verified": verified,
-            "guesses": f"guesses ({self.name}): drafted {drafted}, accepted {accepted}{share}",
+            "guesses": f"speculation ({self.name}): drafted {drafted}, accepted {accepted}{share}",
             "times": found["tokens_per_second"] / plain[0]["tokens_per_second"],
             "times_while_all_run": together[0] / together[1] if all(together) else None,
             "same_texts": same,

@@ -1,6 +1,5 @@
-"""A conversation: each turn's prompt is all that was said before and a new message. What counts is how long its first
-token takes, beside the same prompt where nothing of it is in the cache: another first token, so that no prefix is
-found.
+"""A conversation benchmark: each prompt is the previous conversation and a new message. Measures the time to the first
+token with prefix reuse and, with another first token in the same prompt, without reuse.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from hybrid.bench.requests import Submit
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens of the prompt, those of it that the cache held, tokens of the answer, and milliseconds to the first token
-    with and without the cache."""
+    """Prompt tokens, cached ones of them, answer tokens, and milliseconds to the first token with and without the
+    cache."""
 
     prompt: int
     cached: int
@@ -36,8 +35,8 @@ def talk(
     seed: int = 0,
     counted: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[Turn]:
-    """`turns` messages of (least, most) tokens and their answers, one after another. counted: around each turn, without
-    the prompt that it is compared with."""
+    """Run `turns` messages and answers of (least, most) tokens. counted: context manager around each turn, which
+    excludes the comparison without reuse."""
     draw = np.random.default_rng(seed)
     ids: list[int] = []
     found: list[Turn] = []
@@ -51,7 +50,7 @@ def talk(
         times = (done.timings.first_token, alone.timings.first_token)
         if None in times or done.finish != "length" or len(done.ids) != n:
             raise RuntimeError(
-                f"a turn ended with {done.finish!r} after {len(done.ids)} of {n} tokens: the figures are void"
+                f"a turn ended with {done.finish!r} after {len(done.ids)} of {n} tokens: the measurement is invalid"
             )
         if alone.usage.cached_tokens:
             raise RuntimeError(f"{alone.usage.cached_tokens} tokens of a prompt that is new were found in the cache")
@@ -61,7 +60,7 @@ def talk(
 
 
 def length(turns: int, message: tuple[int, int], answer: tuple[int, int]) -> int:
-    """Positions that it takes at most."""
+    """Most positions of the conversation."""
     return turns * (message[1] + answer[1])
 
 
@@ -70,7 +69,7 @@ def as_dicts(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def text(turns: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For people."""
+    """Report lines."""
     lines = [f"{'turn':>6}{'prompt':>9}{'cached':>9}{'new':>7}{'first token ms':>17}{'without reuse':>16}"]
     for i, t in enumerate(turns, 1):
         new = t["prompt"] - t["cached"]

@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face directories and GGUF files behind one class. Dialects end here."""
+"""Checkpoints: one class for Hugging Face directories and GGUF files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ __all__ = ["Checkpoint", "CheckpointError", "Generation", "open_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    """The readers of files are imported by the first use of `open_checkpoint`: what a size is called needs none of
-    them."""
+    """Lazy exports, so that modules without file access do not import the readers."""
     if name == "open_checkpoint":
         from hybrid.checkpoint.open import open_checkpoint
 

@@ -1,4 +1,4 @@
-"""From the tensors found in files to a checkpoint's entries: everything is checked here, before any data is read."""
+"""Make a checkpoint's entries from the tensors in files, and validate them before reading data."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _OTHER_MODALITIES = (
     "embed_audio.",
     "vision_embedder.",
 )
-_COMPUTED = (".rotary_emb.inv_freq",)  # tables that old writers stored
+_COMPUTED = (".rotary_emb.inv_freq",)  # ignored tables in old files
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a format's files hold a family's tensors."""
+    """Representation of a family's tensors in a file format."""
 
     parts: Callable[[str], Sequence[str]]
-    """GGUF name -> keys of the tensors whose rows, one after another, make it; none: the format has no such tensor."""
+    """GGUF name -> keys of the tensors whose rows are concatenated; empty: the format lacks the tensor."""
     norm_offset: float
     advice: str
-    """Ends the error about a storage type that we do not read."""
+    """Last sentence of the error for an unsupported storage type."""
 
 
 def assemble(
     path: Path, family: Family, hparams: HParams, stored: Mapping[str, Stored], dialect: Dialect, notes: list[str]
 ) -> dict[str, Entry]:
-    """Entries in file order; what is left out is said in `notes`. CheckpointError names the file and the first tensor
-    that is wrong."""
+    """Entries in file order; `notes` gets lines on ignored tensors. CheckpointError names the file and the first
+    invalid tensor."""
     entries: dict[str, Entry] = {}
     used: set[str] = set()
     coarse: list[Stored] = []
@@ -61,7 +61,7 @@ def assemble(
     for name, shape in family.kept(hparams).items():
         keys = dialect.parts(name)
         if name in made:
-            used |= {*keys}  # read with the hyper-parameters
+            used |= {*keys}  # already read with the hyper-parameters
             entries[name] = Entry("f32", shape, _constant(made[name]))
             continue
         if name in dead and not all(key in stored for key in keys):
@@ -99,7 +99,7 @@ def _part_shape(shape: Shape, count: int) -> Shape:
 
 
 def _checked(name: str, found: Stored, shape: Shape, count: int | None, dialect: Dialect) -> Stored:
-    """A tensor of the right shape and of a known type; one of three axes, of `count` matrices, as all their rows."""
+    """Check a tensor's shape and type; flattens a stack of `count` matrices (three axes) to two axes."""
     if count is not None and found.shape == (count, shape[0] // count, *shape[1:]):
         found = replace(found, shape=shape)
     if len(shape) == 1 and len(found.shape) != 1 and prod(found.shape) == prod(shape) == 1:
@@ -118,7 +118,7 @@ def _checked(name: str, found: Stored, shape: Shape, count: int | None, dialect:
 
 
 def _joined(found: Sequence[Stored], shape: Shape) -> Entry:
-    """Matrices of one type, one after another. CheckpointError where their types differ."""
+    """Concatenate matrices of one type by rows. CheckpointError if their types differ."""
     other = next((t for t in found if t.dtype != found[0].dtype), None)
     if other is not None:
         raise CheckpointError(
@@ -152,8 +152,8 @@ def _joined(found: Sequence[Stored], shape: Shape) -> Entry:
 
 
 def _account_for_rest(rest: Mapping[str, Stored], notes: list[str]) -> None:
-    """Tensors that the family does not have: other modalities are left out, others too but by name; one inside a layer
-    would change what the layer computes."""
+    """Handle unknown tensors: ignore those of other modalities and unused ones, with notes. CheckpointError for one
+    inside a layer, which would change its result."""
     others = [key for key in rest if key.startswith(_OTHER_MODALITIES)]
     ignored = [key for key in rest if not key.startswith(_OTHER_MODALITIES) and not key.endswith(_COMPUTED)]
     for key in ignored:

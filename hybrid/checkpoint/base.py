@@ -1,4 +1,4 @@
-"""A checkpoint as the rest of the project sees it: GGUF's tensor names, stored dtypes, norm weights ready to use."""
+"""The checkpoint interface: GGUF's tensor names, stored dtypes, norm weights without format offsets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class CheckpointError(ValueError):
-    """One line that names the file, the field or tensor, and what to do. What a file calls things is shown escaped
-    and cut to a readable length."""
+    """A one-line message with the file, the field or tensor, and the fix. Names from files are escaped and
+    shortened."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -28,14 +28,14 @@ _LONGEST = 1000
 
 
 def printable(text: str) -> str:
-    """One line for a terminal: control characters escaped, the middle of a long one left out."""
+    """One line for a terminal: escapes control characters and elides the middle of long text."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the checkpoint's author recommends; None where the file says nothing."""
+    """Recommended sampling parameters of the checkpoint; None if absent."""
 
     eos_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -45,37 +45,36 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a checkpoint: known without reading its data; `load` reads it."""
+    """A tensor of a checkpoint: metadata, and `load` to read its data."""
 
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
     rows: Callable[[int, int], Tensor] | None = None
-    """Rows start..stop of a matrix, read into memory of their own; None: only as a whole."""
+    """Reads a copy of rows start..stop of a matrix; None: only the whole tensor can be read."""
     packed: Packed | None = None
-    """The same as the file has it; None where `load` computes something."""
+    """The tensor in the file's encoding; None if `load` computes it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint, made by `open_checkpoint`. Tensors are read when asked for, into memory of their own.
+    """An open checkpoint, made by `open_checkpoint`. Tensors are read on request, as copies.
 
-    Matrices are [outputs, inputs] in the dtype in which they are stored; norm weights are float32 and multiply
-    directly (where a format stores w - 1, the 1 has been added).
-    """
+    Matrices are [outputs, inputs] in their stored dtype. Norm weights are float32 factors (1 is added if a format
+    stores w - 1)."""
 
     path: Path
     hparams: HParams
     entries: Mapping[str, Entry]
     file_bytes: int
-    """Size of all files that hold tensors."""
+    """Size of all files with tensors."""
     chat_template: str | None
     generation: Generation
     make_tokenizer: Callable[[], Tokenizer]
     name: str = ""
-    """The model's own name, where the files give one; else the file's."""
+    """The model's name in the files, else the file's name."""
     notes: tuple[str, ...] = ()
-    """What was assumed because no field says it, and what was left out; each is one line."""
+    """One line for each assumed default and each ignored part."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,26 +88,26 @@ class Checkpoint:
         return self._entry(name).shape
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in its stored dtype, in memory of its own."""
+        """A copy of the tensor in its stored dtype."""
         return self._entry(name).load()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, as `tensor` gives them; only they are read."""
+        """A copy of rows start..stop of a tensor; reads only these."""
         entry = self._entry(name)
         return entry.load().rows(start, stop) if entry.rows is None else entry.rows(start, stop)
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor as its file has it, for devices that read and repack it themselves; None where it is computed
-        (norm weights)."""
+        """The tensor in its file's encoding, for devices that read and repack it; None if it is computed (norm
+        weights)."""
         return self._entry(name).packed
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Made at first use; CheckpointError where the files have none."""
+        """The tokenizer, read on first use. CheckpointError if there is none."""
         return self.make_tokenizer()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         object.__setattr__(self, "entries", _Closed(self.path))
 
     def __enter__(self) -> Checkpoint:

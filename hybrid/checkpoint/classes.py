@@ -1,4 +1,4 @@
-"""Classes of matrices: which are stored, and converted, alike. Vectors belong to none: they are float32."""
+"""Classes of matrices that share a storage type in conversions. Vectors have no class: they are float32."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "inputs": ("inp_gate", "proj"),
     "streams": ("altup_proj", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj"),
 }
-"""Class -> the last part of its tensors' names, without `.weight`."""
+"""Class -> last parts of its tensors' names, without `.weight`."""
 
 AS_STORED = ("table", "streams")
-"""Classes that are not converted while a model is loaded: of the table a token reads one row of a few kilobytes, and
-the others are small beside what they would cost in accuracy."""
+"""Classes that are not converted at load: a token reads only one row of the table, and the streams' matrices are too
+small to be worth a loss of accuracy."""
 
 
 def class_of(name: str) -> str:

@@ -1,5 +1,4 @@
-"""What the files of all families here have alike: tensors of a layer, kinds of layers, fields that no operation
-computes."""
+"""Common parts of all families' files: tensors of a layer, kinds of layers, unsupported fields."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ AROUND_INPUTS = {
     "per_layer_model_proj": "per_layer_model_projection",
     "per_layer_proj_norm": "per_layer_projection_norm",
 }
-"""Of models whose tokens have an input to each layer."""
+"""Names of models with per-layer embeddings."""
 OF_SHARING = ("attn_k", "attn_v", "attn_k_norm")
-"""What files have, and nobody reads, in layers that read another layer's cache."""
+"""Unused tensors of layers that read another layer's KV cache."""
 
 
 def block(hp: HParams, layer: LayerParams) -> dict[str, Shape]:
@@ -69,7 +68,7 @@ def block(hp: HParams, layer: LayerParams) -> dict[str, Shape]:
 
 
 def inputs_before(hp: HParams) -> dict[str, Shape]:
-    """What makes the tokens' inputs to layers, before the layers; nothing where there are none."""
+    """Tensors before the layers that compute per-layer embeddings; empty without them."""
     width = hp.n_layers * hp.per_layer_dim
     if not width:
         return {}
@@ -81,26 +80,26 @@ def inputs_before(hp: HParams) -> dict[str, Shape]:
 
 
 def inputs_in_layer(hp: HParams) -> dict[str, Shape]:
-    """What takes them in, in each layer."""
+    """Tensors of a layer that apply its per-layer embedding."""
     if not hp.per_layer_dim:
         return {}
     return {"inp_gate": (hp.per_layer_dim, hp.hidden), "proj": (hp.hidden, hp.per_layer_dim), "post_norm": (hp.hidden,)}
 
 
 def owned(layer: LayerParams, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Without what a layer that reads another's cache never uses."""
+    """Remove unused tensors of a layer that reads another layer's KV cache."""
     return {stem: shape for stem, shape in shapes.items() if layer.kv_from is None or stem not in OF_SHARING}
 
 
 def dead(hp: HParams) -> dict[str, Shape]:
-    """Tensors that files may have for layers that read another's cache: no plan uses them."""
+    """Unused tensors that files may have in layers that read another layer's KV cache."""
     sharing = [(i, layer) for i, layer in enumerate(hp.layers) if layer.kv_from is not None]
     shapes = ((i, stem, shape) for i, layer in sharing for stem, shape in block(hp, layer).items())
     return {in_layer(i, f"{stem}.weight"): shape for i, stem, shape in shapes if stem in OF_SHARING}
 
 
 def whole(hp: HParams, before: Mapping[str, Shape], layers: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
-    """Every tensor by its GGUF name, in file order: the embedding, `before`, the layers' (by stem), the rest."""
+    """Every tensor by GGUF name, in file order: the embedding, `before`, the layers' (by stem), the rest."""
     out: dict[str, Shape] = {"token_embd.weight": (hp.vocab, hp.hidden)}
     out |= {f"{stem}.weight": shape for stem, shape in before.items()}
     for index, layer in enumerate(layers):
@@ -121,7 +120,7 @@ def hf_name(
 
 
 def text_config(config: Fields) -> Fields:
-    """The fields of the text model: nested in a multimodal model's."""
+    """Fields of the text model, which a multimodal config nests."""
     return config.sub("text_config") if config.get("text_config") is not None else config
 
 
@@ -133,19 +132,19 @@ def layer_count(c: Fields, key: str, *default: int) -> int:
 
 
 def refuse_variants(c: Fields, family: str) -> None:
-    """Fields that would change the arithmetic in ways that no operation here computes."""
+    """Refuse fields that enable unsupported arithmetic."""
     activation = c.get("hidden_activation", c.get("hidden_act", "gelu_pytorch_tanh"))
     if activation not in ("gelu_pytorch_tanh", "gelu_tanh"):
         raise c.error("hidden_activation", f"{activation!r} is not supported; known: gelu_pytorch_tanh")
     for key in ("attention_bias", "use_bidirectional_attention"):
         value = c.get(key)
-        if value and value != "vision":  # of images' tokens only
+        if value and value != "vision":  # applies to image tokens only
             raise c.error(key, f"{value!r} is not supported: this is a causal decoder without biases")
     refuse_attention_cap(c, family)
 
 
 def refuse_attention_cap(c: Fields, family: str) -> None:
-    """Gemma 2 caps the scores of attention, the later ones do not."""
+    """Refuse a cap of attention scores, which only Gemma 2 has."""
     key = "attn_logit_softcapping"
     if c.get(key):
         raise c.error(
@@ -155,7 +154,7 @@ def refuse_attention_cap(c: Fields, family: str) -> None:
 
 
 def note_config(c: Fields, config: Fields, vocab: int, defaulted: Sequence[str], family: str) -> None:
-    """What config.json leaves to its class, and what else of it does not count."""
+    """Add notes on defaults and ignored fields of config.json."""
     quantised = (
         config.sub("quantization_config") if c.get("quantization_config") is None else c.sub("quantization_config")
     )
@@ -196,7 +195,7 @@ def rope_from_hf(c: Fields) -> tuple[float, float, float]:
 
 
 def refuse_two_scalings(c: Fields, new: Fields) -> None:
-    """rope_scaling, the older name, beside rope_parameters: they may say the same."""
+    """Refuse rope_scaling, the older name, if it contradicts rope_parameters."""
     if c.get("rope_scaling") is None or not new.values:
         return
     full = new.sub("full_attention") if new.get("full_attention") is not None else new
@@ -208,15 +207,14 @@ def refuse_two_scalings(c: Fields, new: Fields) -> None:
 
 
 def rotations(hp: HParams) -> tuple[float, float, float]:
-    """(theta of local layers, theta of global ones, linear factor of global ones); the usual ones of a kind that there
-    is not."""
+    """(theta of local layers, theta of global ones, linear factor of global ones); defaults for a missing kind."""
     local = next((layer.rope_theta for layer in hp.layers if layer.window), LOCAL_THETA)
     theta, factor = next(((x.rope_theta, x.rope_factor) for x in hp.layers if not x.window), (GLOBAL_THETA, 1.0))
     return local, theta, factor
 
 
 def layers_from_hf(c: Fields, n_layers: int, period: int) -> tuple[bool, ...]:
-    """Which layers are global: by layer_types, else by a period, else every `period`-th."""
+    """Which layers are global: by layer_types, else by a period field, else every `period`-th."""
     types = c.get("layer_types")
     if types is None:
         key = next((k for k in ("sliding_window_pattern", "_sliding_window_pattern") if c.get(k) is not None), "")
@@ -231,12 +229,12 @@ def layers_from_hf(c: Fields, n_layers: int, period: int) -> tuple[bool, ...]:
 
 
 def layer_types(hp: HParams) -> list[str]:
-    """For config.json."""
+    """layer_types of config.json."""
     return ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global]
 
 
 def factor_from_gguf(m: Fields) -> float:
-    """Linear scaling of global layers, 1 where nothing is said."""
+    """Linear RoPE scaling of global layers; 1 if absent."""
     kind = m.get("rope.scaling.type", "none" if m.get("rope.scaling.factor") is None else "linear")
     if kind not in ("none", "linear"):
         raise m.error("rope.scaling.type", f"{kind!r} is not supported; known: none, linear")
@@ -244,7 +242,7 @@ def factor_from_gguf(m: Fields) -> float:
 
 
 def layers_from_gguf(m: Fields, n_layers: int, window: int, period: int) -> tuple[bool, ...]:
-    """Which layers are global, by the metadata's pattern, a period or a list; all where there is no window."""
+    """Which layers are global, by the metadata's pattern, a period or a list; all without a window."""
     key = "attention.sliding_window_pattern"
     pattern = m.get(key, period)
     if window == 0:
@@ -291,7 +289,7 @@ def by_layer(c: Fields, key: str, n_layers: int, *default: int) -> list[int]:
 
 
 def numbers_by_layer(c: Fields, key: str, n_layers: int) -> list[float]:
-    """A number for every layer, of a list; infinities are left as they are."""
+    """A list with a number for every layer; infinities are allowed."""
     value = c.get(key)
     right = isinstance(value, list) and all(
         isinstance(v, (int, float)) and not isinstance(v, bool) and v == v for v in value

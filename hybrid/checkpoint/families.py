@@ -1,5 +1,5 @@
-"""The families of models that can be read: all that knows one goes through FAMILIES. A new one is a module like
-gemma3.py, a line here, and a schedule."""
+"""Supported model families, registered in FAMILIES. A new family needs a module like gemma3.py, a line here, and a
+schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _none(hp: HParams) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Everything about a family's files. Names are GGUF's."""
+    """Readers and writers of a family's files. Tensor names are GGUF's."""
 
     name: str
     hf_model_types: tuple[str, ...]
@@ -38,35 +38,34 @@ class Family:
     """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists. The architecture is
     `name`."""
     tensors: Callable[[HParams], Mapping[str, Shape]]
-    """Every tensor that plans use, with its shape, in file order."""
+    """Tensors that plans use, with shapes, in file order."""
     hf_config: Callable[[HParams], Mapping[str, Any]]
-    """What config.json says about the arithmetic."""
+    """Fields of config.json that define the arithmetic."""
     hf_names: Callable[[str], str]
-    """-> Hugging Face's name, after its prefix."""
+    """GGUF name -> Hugging Face's name without prefix."""
     hf_norm_offset: float = 0.0
     """Added to Hugging Face's norm weights (Gemma 3 stores w - 1)."""
     dead: Callable[[HParams], Mapping[str, Shape]] = _none
-    """Tensors that files may have and no plan uses: they are kept in conversions, for readers that demand them."""
+    """Unused tensors that files may have; conversions keep them for readers that require them."""
     stacks: Callable[[HParams], Mapping[str, int]] = _none
-    """Stem -> matrices whose rows, one after another, are the tensor: of three axes in GGUF, apart in Hugging Face
-    files."""
+    """Stem -> number of stacked matrices: three axes in GGUF, separate tensors in Hugging Face files."""
     merged_tokenizer: bool = False
-    """Whether its GGUF files hold a tokenizer's merges, where it has any; else scores in their place."""
+    """Whether its GGUF files have the tokenizer's merges, if any; otherwise equivalent scores."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
-    """Tensors of GGUF files that hyper-parameters say, float32; Hugging Face files have fields instead."""
+    """float32 tensors of GGUF files that are derived from hyper-parameters; fields in Hugging Face files."""
 
     def kept(self, hp: HParams) -> dict[str, Shape]:
-        """All that a file of the family holds, in file order: `tensors`, `dead`, `made`."""
+        """All tensors of a file, in file order: `tensors`, `dead`, `made`."""
         found = {**self.tensors(hp), **{name: value.shape for name, value in self.made(hp).items()}}
         return {**found, **self.dead(hp)}
 
     def gguf_shape(self, hp: HParams, name: str, shape: Shape) -> Shape:
-        """A tensor's shape in GGUF files: three axes where it is several matrices."""
+        """A tensor's shape in GGUF files: three axes for stacked matrices."""
         count = self.stacks(hp).get(stem_of(name))
         return shape if count is None else (count, shape[0] // count, *shape[1:])
 
     def parts(self, hp: HParams, name: str) -> tuple[str, ...]:
-        """Hugging Face's names of the tensors whose rows make this one; none for a tensor that only GGUF has."""
+        """Hugging Face's names of the tensors whose rows are concatenated; empty for GGUF-only tensors."""
         short = self.hf_names(name)
         if not short:
             return ()
@@ -117,7 +116,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(hp: HParams) -> Family:
-    """The family of a model. ValueError for one that is not known."""
+    """The family of a model. ValueError for an unknown one."""
     return family_named(hp.family)
 
 
@@ -155,10 +154,10 @@ _SMALL = ("altup_router", "altup_predict_coef", "altup_correct_coef")
 
 
 def is_exact(name: str, shape: Shape) -> bool:
-    """Vectors, and matrices too small to be worth a storage type, travel as float32 whatever the file stores."""
+    """Whether a tensor is always float32: vectors and very small matrices."""
     return len(shape) == 1 or stem_of(name) in _SMALL
 
 
 def is_norm(name: str) -> bool:
-    """Whether a vector is a norm's weights: those that Hugging Face's files of some families store less 1."""
+    """Whether a vector is norm weights, which Hugging Face files of some families store as w - 1."""
     return name.endswith("_norm.weight")

@@ -1,4 +1,4 @@
-"""Typed look-ups in a config or in metadata: every error names the file, the field and what was wanted."""
+"""Typed look-ups in a config or metadata; errors name the file, the field and the expected value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST, _LARGEST_FLOAT = 2**63, 3.4e38
 
 
 def _shown(value: object) -> str:
-    """A value of a file in an error: short, and not written out where that would take long."""
+    """A shortened value for an error message."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, (list, Mapping)):
@@ -22,9 +22,9 @@ def _shown(value: object) -> str:
 
 
 class Fields:
-    """Key -> value of one file (JSON object or GGUF metadata). Absent and null are the same.
+    """Key -> value of one file (JSON object or GGUF metadata). null counts as absent.
 
-    `notes` collects what was assumed about the file; it is shared by everything made from one Fields."""
+    `notes` collects assumptions about the file, shared with derived Fields."""
 
     def __init__(
         self, values: Mapping[str, Any], path: Path, prefix: str = "", where: str = "", notes: list[str] | None = None
@@ -37,18 +37,18 @@ class Fields:
         return default if value is None else value
 
     def is_null(self, key: str) -> bool:
-        """There, and null: where that says something else than being absent."""
+        """Whether a key is present with value null, for fields where this differs from absence."""
         return self.prefix + key in self.values and self.get(key) is None
 
     def sub(self, key: str) -> Fields:
-        """The object under `key`; an empty one where it is absent."""
+        """The object under `key`; empty if absent."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, f"must be an object, not {_shown(value)}")
         return Fields(value, self.path, where=f"{self.where}{self.prefix}{key}.", notes=self.notes)
 
     def under(self, prefix: str) -> Fields:
-        """The same fields, of which only those that begin with `prefix` are looked up."""
+        """The same fields with `prefix` added to looked-up keys."""
         return Fields(self.values, self.path, prefix, notes=self.notes)
 
     def integer(self, key: str, default: Any = _MISSING) -> int:
@@ -59,7 +59,7 @@ class Fields:
         return int(value)
 
     def below(self, key: str, limit: int) -> int:
-        """A token id."""
+        """A token id below `limit`."""
         value = self.integer(key)
         if not 0 <= value < limit:
             raise self.error(key, f"{value} is outside the {limit} rows of the embedding")

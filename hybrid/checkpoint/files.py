@@ -1,8 +1,7 @@
-"""Files as a checkpoint may trust them: regular, bounded, read inside their size, and unchanged since they were opened.
+"""Safe file access for checkpoints: regular files of bounded size, read within their size and unchanged since opening.
 
-Everything is read with pread into memory of its own, and nothing is mapped: a map of a file that somebody cuts shorter
-kills the process with SIGBUS when it is touched. Size and time are compared before every tensor that is taken;
-replacing or deleting the file is harmless at any time.
+Files are read with pread and never mapped: access to a map of a truncated file kills the process with SIGBUS. Size and
+mtime are compared before every tensor. Replacing or deleting the file is harmless at any time.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _REASONS = {
 
 
 def why(error: OSError | ValueError) -> str:
-    """An operating system's error in words."""
+    """The text of an operating system error."""
     if isinstance(error, OSError) and error.errno is not None:
         return _REASONS.get(error.errno) or (error.strerror or str(error)).lower()
     return str(error)
 
 
 def exists(path: Path) -> bool:
-    """Is there anything of this name? CheckpointError where that cannot be known (loops, permissions)."""
+    """Whether a path exists. CheckpointError if that cannot be determined (loops, permissions)."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -56,12 +55,12 @@ def exists(path: Path) -> bool:
 
 
 class OpenFile:
-    """A regular file, open for reading. CheckpointError for anything else, and when it is no longer what it was."""
+    """A regular file, open for reading. CheckpointError for other files and after a modification."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            kind = stat.S_IFMT(os.stat(path).st_mode)  # before the opening, which may itself do something to a device
+            kind = stat.S_IFMT(os.stat(path).st_mode)  # before opening, which may have side effects on a device
             if kind == stat.S_IFREG:
                 self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
                 weakref.finalize(self, os.close, self._fd)
@@ -78,14 +77,14 @@ class OpenFile:
         return found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """CheckpointError when size or time of the file have changed since it was opened."""
+        """CheckpointError if the file's size or mtime has changed since opening."""
         now = self._now()
         if now != self._state:
             size = f": it had {self.size} bytes and has {now[0]}" if now[0] != self.size else ""
             raise CheckpointError(f"{self.path} changed while it was open{size}; load it again")
 
     def read(self, at: int, count: int) -> bytes:
-        """Exactly `count` bytes from `at`, into memory of their own."""
+        """Read exactly `count` bytes from `at`."""
         parts = []
         while count:
             try:
@@ -99,7 +98,7 @@ class OpenFile:
         return b"".join(parts)
 
     def read_into(self, at: int, out: np.ndarray) -> None:
-        """Fill a contiguous uint8 array from byte `at`; the file is the one that was opened."""
+        """Fill a contiguous uint8 array from byte `at`, and check that the file is unmodified."""
         self.check()
         done = 0
         while done < out.size:
@@ -123,7 +122,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, required: bool = False, limit: int = MAX_JSON) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where the file is absent and not required."""
+    """The object in a JSON file; empty if the file is absent and not required."""
     if not exists(path):
         if required:
             raise CheckpointError(f"{path} is missing: a model directory needs config.json, or name a .gguf file")
@@ -132,8 +131,8 @@ def read_json(path: Path, required: bool = False, limit: int = MAX_JSON) -> dict
 
 
 def parse_json(data: bytes, problem: str) -> dict[str, Any]:
-    """One object. CheckpointError that begins with `problem`, also for names that are there twice and for values
-    that are deeper or longer than a file of this kind can need."""
+    """Parse one JSON object. CheckpointError beginning with `problem`, also for duplicate names and for values beyond
+    the depth and length limits."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
     except RecursionError:
@@ -150,5 +149,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"{twice!r} is duplicated")
     return out

@@ -1,7 +1,6 @@
-"""Models that lie on this machine: Hugging Face's cache, folders where programs keep GGUF files, Ollama's blobs.
+"""Find local models: Hugging Face's cache, common folders of GGUF files, Ollama's blobs.
 
-Folders are looked through, headers are read; nothing is downloaded. No home is entered but the user's own and that of
-Ollama's service.
+Scans folders and reads headers; downloads nothing. Searches only the user's home and that of Ollama's service.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _LATER_PART = re.compile(r"-(?!0*1-of-)\d+-of-\d+\.gguf$")
-_DEPTH = 4  # folders below one that is looked through
+_DEPTH = 4  # of a scan below a folder
 ADVICE = (
     "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors and the tokenizer) or an Ollama blob; "
     "`python -m hybrid.inspect --find` lists those on this machine; to get one: `hf download google/gemma-3-1b-it` or "
@@ -26,7 +25,7 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model: `path` is what commands take, `name` what its owner calls it. `problem`: why it cannot be loaded."""
+    """A local model. path: for commands; name: in its cache or store; problem: why it cannot be loaded."""
 
     kind: str
     name: str
@@ -45,8 +44,8 @@ class Found:
 
 
 def find_models(problem_of: Callable[[Path], str | None], env: Mapping[str, str] = os.environ) -> list[Found]:
-    """Every model found, each path once, those that can be loaded first. Folders that cannot be read are passed over.
-    problem_of: why a path cannot be loaded, or None (`problem` of checkpoint/open.py, which reads headers)."""
+    """All local models without duplicate paths, loadable ones first. Skips unreadable folders. problem_of: why a path
+    cannot be loaded, or None (`problem` of checkpoint/open.py, which reads headers)."""
     seen: dict[Path, Found] = {}
     for found in _everywhere(env):
         seen.setdefault(found.path.resolve(), found)
@@ -55,7 +54,7 @@ def find_models(problem_of: Callable[[Path], str | None], env: Mapping[str, str]
 
 
 def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
-    """Models on this machine that are called `name`, exactly or but for case and owner; nothing is opened."""
+    """Local models with this name, exactly or ignoring case and owner, without opening them."""
     wanted, found = name.casefold(), []
     for one in _everywhere(env):
         full = one.name.casefold()
@@ -107,7 +106,7 @@ def _hugging_face(hubs: list[Path]) -> Iterator[Found]:
 
 
 def _ollama(stores: list[Path]) -> Iterator[Found]:
-    """Manifests name a model's blobs; that of the weights is a GGUF file without its ending."""
+    """Models in Ollama's manifests, which name their blobs; the weights are a GGUF file without suffix."""
     for store in stores:
         for manifest in _listed(store / "manifests", "*/*/*/*"):
             try:
@@ -134,12 +133,12 @@ def _gguf(folders: list[Path]) -> Iterator[Found]:
 def _listed(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
-    except OSError:  # not ours to read
+    except OSError:  # no permission
         return []
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # a link to nothing
+    except OSError:  # a dangling link
         return 0

@@ -1,8 +1,8 @@
-"""NaN and infinity where one value spoils a whole block or layer: scales of block types, and norm weights.
+"""Check for NaN and infinity in scales of block types and in norm weights, where one value corrupts a block or layer.
 
-Scales are a sixteenth of a file or less, so all of them are looked at whenever a tensor is taken. The numbers of plain
-matrices are not: that would read every weight once more, and what they spoil shows in the logits, which the device
-looks at (hybrid/engine/faults.py). `damaged` reads them all, on request.
+All scales are checked when a tensor is read, since they are a small part of a file. Values of plain matrices are not:
+that would read every weight again. Their damage shows in the logits, which the device checks
+(hybrid/engine/faults.py). `damaged` checks all values, on request.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _fields(dtype: str) -> dict[int, str]:
 
 FIELDS = {dtype: _fields(dtype) for dtype in QUANTISED_TYPES}
 _EXPONENT = np.uint16(0x7C00)
-_CHUNK = 1 << 18  # blocks at once: the temporaries stay in the cache
-_ELEMENTS = 1 << 22  # of a plain matrix at once
+_CHUNK = 1 << 18  # blocks at once: temporaries fit in the cache
+_ELEMENTS = 1 << 22  # elements of a plain matrix at once
 
 
 def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw: np.ndarray, first: int = 0) -> None:
-    """CheckpointError for the first float16 scale of ggml blocks `raw` (uint8) that is NaN or infinite; nothing is
-    done for plain types. `shape` ends with the elements of a row; the tensor's row `first` is the first of `raw`."""
+    """CheckpointError for the first NaN or infinite float16 scale of ggml blocks `raw` (uint8); no-op for plain types.
+    `shape` ends with the elements of a row; `raw` begins at the tensor's row `first`."""
     if dtype not in FIELDS:
         return
     fields, elements = FIELDS[dtype], DTYPES[dtype].block
@@ -55,7 +55,7 @@ def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw:
 
 
 def check_finite(path: Path, name: str, values: np.ndarray) -> None:
-    """CheckpointError for the first value of a vector (norm weights) that is NaN or infinite."""
+    """CheckpointError for the first NaN or infinite value of a vector (norm weights)."""
     wrong = ~np.isfinite(values)
     if wrong.any():
         at = int(wrong.argmax())
@@ -65,17 +65,17 @@ def check_finite(path: Path, name: str, values: np.ndarray) -> None:
 
 
 def damaged(checkpoint: Checkpoint, progress: Callable[[int], object] = lambda done: None) -> Iterator[str]:
-    """A line for each tensor that holds NaN or infinity, of any type, with the first place; and for each that cannot be
-    read. Reads every byte, a block of rows at a time; `progress` gets the bytes read since the last call."""
+    """A line for each tensor with NaN or infinity, with the first position, and for each unreadable tensor. Reads every
+    byte, in blocks of rows; `progress` gets the bytes read since the last call."""
     for name in checkpoint.names:
         shape, kind = checkpoint.shape(name), DTYPES[checkpoint.dtype(name)]
         try:
             if len(shape) == 1:
-                checkpoint.tensor(name)  # looks at its numbers itself
+                checkpoint.tensor(name)  # checks its values
                 progress(kind.nbytes(shape))
                 continue
             for start, stop in row_blocks(shape[0], shape[1], _ELEMENTS):
-                rows = checkpoint.rows(name, start, stop)  # looks at scales
+                rows = checkpoint.rows(name, start, stop)  # checks scales
                 if not kind.quantised:
                     _check_rows(checkpoint.path, name, kind.name, start, dequantise(rows, np.float32))
                 progress(kind.nbytes((stop - start, shape[1])))

@@ -30,9 +30,9 @@ from hybrid.checkpoint.decoder import (
 from hybrid.checkpoint.fields import Fields
 from hybrid.core.hparams import HParams, LayerParams, alternating
 
-PATTERN = 6  # one global layer in six, unless the file says otherwise
+PATTERN = 6  # default: one global layer in six
 LAYERS_27B = 62
-LONG_CONTEXT, LONG_FACTOR = 131072, 8.0  # files without rope.scaling.* whose model nevertheless was trained with it
+LONG_CONTEXT, LONG_FACTOR = 131072, 8.0  # default RoPE scaling of files without rope.scaling.*, by context
 FAMILY = "Gemma 3"
 
 _DEFAULTED = (
@@ -95,7 +95,7 @@ def _layers(
     global_: float,
     factor: float,
 ) -> tuple[LayerParams, ...]:
-    """Only global layers are scaled."""
+    """Make the layers; only global ones have RoPE scaling."""
     rotations = {"rope_theta": local}, {"rope_theta": global_, "rope_factor": factor}
     return alternating(n_layers, kinds, window, shape, *rotations)
 
@@ -149,9 +149,10 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
 
 
 def _default_scale(n_layers: int, hidden: int, n_heads: int, head_dim: int) -> float:
-    """No key in use says it: 27B (62 layers) scales by hidden/heads, all others by head_dim, as llama.cpp does."""
+    """Attention scale of files without one, as in llama.cpp: 27B (62 layers) by hidden/heads, other sizes by
+    head_dim."""
     if min(hidden, n_heads, head_dim) <= 0:
-        return 0.0  # refused with the field that is to blame
+        return 0.0  # refused later, naming the invalid field
     return (hidden / n_heads if n_layers == LAYERS_27B else head_dim) ** -0.5
 
 
@@ -202,5 +203,5 @@ def gguf_fields(hp: HParams) -> Mapping[str, Any]:
     if hp.softcap:
         fields["final_logit_softcapping"] = float(hp.softcap)
     if abs(hp.attention_scale / default - 1) > 1e-9:
-        fields["attention.scale"] = float(hp.attention_scale)  # other engines do not read it: nothing else could say it
+        fields["attention.scale"] = float(hp.attention_scale)  # our own key: no standard key has it
     return fields

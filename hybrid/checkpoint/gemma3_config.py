@@ -1,4 +1,4 @@
-"""Gemma 3's config.json from hyper-parameters: the dialect of 2025, which old and new releases of transformers read."""
+"""Make Gemma 3's config.json from hyper-parameters, in a dialect that old and new releases of transformers read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid.core.units import shortest
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:
-    """Everything of config.json that says what the model computes."""
+    """Fields of config.json that define the arithmetic."""
     theta_local, theta_global, factor = rotations(hp)
     layer = hp.layers[0]
     return {
@@ -43,5 +43,5 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
 
 
 def _whole(value: float) -> float:
-    """The scalar is a whole number whose root went through float32."""
+    """Undo float32 rounding of a square root: the query scalar is a whole number."""
     return round(value) if abs(value - round(value)) < 1e-5 * value else value

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from hybrid.checkpoint.look import Look
 
 FAMILY = "Gemma 3n"
-PATTERN = 5  # one global layer in five, unless the file says otherwise
+PATTERN = 5  # default: one global layer in five
 SPARSITY, SPARSE_LAYERS = 0.95, 10
-OWN_CACHES = 20  # layers, where a GGUF file does not say how many share
+OWN_CACHES = 20  # default number of layers with their own KV cache in GGUF files
 SOFTCAP = 30.0
 STACKS = ("altup_proj", "altup_unembd_proj")
 STREAMS = 4
@@ -66,7 +66,7 @@ _DEFAULTED = (
 
 
 def tensors(hp: HParams) -> dict[str, Shape]:
-    """GGUF names and shapes [outputs, inputs], in file order; the matrices of a stack one after another."""
+    """GGUF names and shapes [outputs, inputs], in file order; stacked matrices are concatenated by rows."""
     stack = ((hp.n_streams - 1) * hp.hidden, hp.hidden)
     before = {**decoder.inputs_before(hp), **dict.fromkeys(STACKS, stack)}
     own: dict[str, Shape] = {
@@ -84,7 +84,7 @@ def tensors(hp: HParams) -> dict[str, Shape]:
 
 
 def stacks(hp: HParams) -> dict[str, int]:
-    """Stem -> how many matrices it is."""
+    """Stem -> number of stacked matrices."""
     return dict.fromkeys(STACKS, hp.n_streams - 1)
 
 
@@ -150,7 +150,7 @@ def _layers(
     shared: int,
     rotation: tuple[float, float, float],
 ) -> tuple[LayerParams, ...]:
-    """`key`: the field that says how many layers share caches."""
+    """key: the field with the number of layers that share caches."""
     if len(kinds) != len(ffn):
         raise ValueError(
             f"layer_is_global of {len(kinds)} entries must have one entry for each of the {len(ffn)} layers"
@@ -244,7 +244,7 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
 
 
 def _sparsity_from_gguf(m: Fields, n_layers: int) -> list[float]:
-    """The file has the threshold in standard deviations, minus infinity for a dense layer."""
+    """Sparsity by layer, from thresholds in standard deviations; minus infinity for a dense layer."""
     key = "activation_sparsity_scale"
     if m.get(key) is None:
         m.notes.append(
@@ -285,7 +285,7 @@ def gguf_fields(hp: HParams) -> Mapping[str, Any]:
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:
-    """Everything of config.json that says what the model computes."""
+    """Fields of config.json that define the arithmetic."""
     local, global_, factor = decoder.rotations(hp)
     layer = hp.layers[0]
     scaling = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": shortest(factor)}

@@ -1,8 +1,8 @@
 """Gemma 4 (text, dense): hyper-parameters from both file formats and both dialects of config.json, tensor names and
 shapes.
 
-Defaults for omitted fields are those of transformers' Gemma4TextConfig. Global layers differ from local ones in more
-than the window: heads are wider, a part of each rotates, keys and values may be one projection.
+Defaults for omitted fields are those of transformers' Gemma4TextConfig. Global layers have full attention, wider heads,
+partial RoPE, and possibly one projection for keys and values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from hybrid.checkpoint.look import Look
 
 FAMILY = "Gemma 4"
-PATTERN = 6  # one global layer in six, unless the file says otherwise
+PATTERN = 6  # default: one global layer in six
 ROTATED = 0.25
 SCALAR, FREQS = "layer_output_scale", "rope_freqs.weight"
-STILL = 1e30  # divides the frequencies that do not rotate, as llama.cpp's converter writes it
+STILL = 1e30  # divisor of frequencies that do not rotate, as in llama.cpp's converter
 EMBEDDING, INPUTS = "token_embd.weight", "per_layer_token_embd.weight"
 
 _AROUND = {**decoder.AROUND, **decoder.AROUND_INPUTS}
@@ -56,7 +56,7 @@ def tensors(hp: HParams) -> dict[str, Shape]:
 
 
 def made(hp: HParams) -> dict[str, np.ndarray]:
-    """The layers' scalars; in GGUF, the divisors of global layers' frequencies."""
+    """The layers' scalars, and the divisors of global layers' RoPE frequencies."""
     found = {in_layer(i, f"{SCALAR}.weight"): np.array([layer.scalar], np.float32) for i, layer in enumerate(hp.layers)}
     layer = next((x for x in hp.layers if not x.window), None)
     if layer is not None and (layer.rotated < 1 or layer.rope_factor != 1):
@@ -66,13 +66,13 @@ def made(hp: HParams) -> dict[str, np.ndarray]:
 
 
 def hf_name(name: str) -> str:
-    """Empty for what only GGUF has."""
+    """Hugging Face's name without prefix; empty for GGUF-only tensors."""
     return "" if name == FREQS else decoder.hf_name(name, _AROUND, _IN_LAYER, (SCALAR,))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What the layers of one kind have alike."""
+    """Common fields of local or global layers."""
 
     window: int
     rope_theta: float
@@ -91,8 +91,8 @@ def _layers(
     shared: int,
     look: Look,
 ) -> tuple[LayerParams, ...]:
-    """kinds: local, global. heads: (head_dim, n_heads, n_kv_heads) by layer. key: the field that says how many layers
-    share."""
+    """kinds: local, global. heads: (head_dim, n_heads, n_kv_heads) by layer. key: the field with the number of layers
+    that share caches."""
     if len(is_global) != len(ffn):
         raise ValueError(
             f"layer_is_global of {len(is_global)} entries must have one entry for each of the {len(ffn)} layers"
@@ -154,7 +154,7 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     if len(is_global) != n_layers:
         what = f"layer_is_global of {len(is_global)} entries must have one entry for each of the {n_layers} layers"
         raise c.error("layer_types", what)
-    is_global = (*is_global[:-1], True)  # whatever is written there
+    is_global = (*is_global[:-1], True)  # the last layer is always global, as in transformers
     shared, same = c.integer("num_kv_shared_layers", 0), c.truth("attention_k_eq_v", False)
     ffn = decoder.by_layer(c, "intermediate_size", n_layers, 9216)
     if c.truth("use_double_wide_mlp", False):
@@ -186,7 +186,7 @@ def _heads_from_hf(c: Fields, is_global: Sequence[bool], same: bool) -> list[tup
     n_kv_heads = c.integer("num_key_value_heads", 4)
     if c.get("per_layer_config") is None:
         wide = c.integer("global_head_dim", 512)
-        # Only where keys are values too: else the field has no effect in the class that it configures.
+        # transformers uses this field only if keys are values too.
         fewer = c.integer("num_global_key_value_heads", n_kv_heads) if same else n_kv_heads
         return [(wide, n_heads, fewer) if g else (head_dim, n_heads, n_kv_heads) for g in is_global]
     own = c.sub("per_layer_config")
@@ -224,8 +224,8 @@ def _rope_from_hf(c: Fields) -> tuple[_Kind, _Kind]:
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:
-    """Everything of config.json that says what the model computes. Heads of global layers in the older dialect, which
-    old releases of transformers read too, where it can say them."""
+    """Fields of config.json that define the arithmetic. Heads of global layers are in the older dialect if possible,
+    which old releases of transformers also read."""
     base = next((x for x in hp.layers if x.window), hp.layers[0])
     wide = next((x for x in hp.layers if not x.window), base)
     shared = hp.n_layers - hp.n_kv_layers
@@ -339,8 +339,7 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
 
 
 def _rotated(m: Fields, look: Look, head_dim: int) -> tuple[float, float]:
-    """Share of the pairs that rotate in global layers, and what divides their frequencies: by the divisors in the
-    file."""
+    """(fraction of rotated pairs in global layers, divisor of their frequencies), from the file's divisors."""
     divisors = look.values(FREQS, finite=False)
     if divisors is None:
         m.notes.append(f"{FREQS} is absent: global layers rotate whole heads")

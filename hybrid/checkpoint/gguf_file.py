@@ -1,6 +1,6 @@
-"""GGUF files (versions 2 and 3): from one file or several to a checkpoint; the data is read when it is asked for.
+"""Open GGUF files (versions 2 and 3), whole or split, as a checkpoint that reads data lazily.
 
-Files are written with the gguf package (hybrid.convert).
+hybrid.convert writes files with the gguf package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TYPES = {files.number: name for name, files in FILE_TYPES.items()}
 @dataclass(frozen=True, slots=True)
 class Part:
     """One file: metadata (arrays are lists, texts that are not UTF-8 keep surrogate escapes), tensors by name, bytes.
-    Every tensor lies inside the file and shares no byte with another."""
+    Every tensor is inside the file and overlaps no other."""
 
     path: Path
     values: dict[str, Any]
@@ -37,8 +37,8 @@ class Part:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a file, or all parts of a split one by the name of any of them. Metadata and tensor tables are read;
-    CheckpointError names what is wrong."""
+    """Open a file, or all parts of a split model by the path of any part. Reads metadata and tensor tables.
+    CheckpointError."""
     opened = read_gguf(path)
     paths = part_paths(path, opened.values)
     parts = [opened if p == path else read_gguf(p) for p in paths]
@@ -84,7 +84,7 @@ def _generation(metadata: Fields, vocab: int) -> Generation:
 
 
 def read_gguf(path: Path) -> Part:
-    """Metadata and tensor table of one file. CheckpointError names what is wrong."""
+    """Metadata and tensor table of one file. CheckpointError."""
     file = OpenFile(path)
     values, table = read_header(file)
     stored = {info.name: _stored(file, info) for info in table}
@@ -93,7 +93,7 @@ def read_gguf(path: Path) -> Part:
 
 
 def _nbytes(tensor: Stored) -> int:
-    """1 where the type, and with it the size, is unknown: the begin at least is nobody else's."""
+    """Bytes of a tensor; 1 for an unknown type, to check at least its first byte for overlaps."""
     return 1 if tensor.file is None else DTYPES[tensor.dtype].nbytes(tensor.shape)
 
 
@@ -118,7 +118,7 @@ def _stored(file: OpenFile, info: TensorInfo) -> Stored:
 
 
 def _type_name(kind: int) -> str:
-    from gguf import GGMLQuantizationType  # only for an error: the import takes a quarter of a second
+    from gguf import GGMLQuantizationType  # slow import, needed only for an error
 
     known = {t.value: t.name for t in GGMLQuantizationType}
     return known.get(kind, f"ggml type {kind}").lower()

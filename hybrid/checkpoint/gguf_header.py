@@ -1,8 +1,8 @@
-"""The head of a GGUF file (versions 2 and 3): metadata and tensor table, read with bounds on everything.
+"""Parse the header of a GGUF file (versions 2 and 3): metadata and tensor table, with all sizes bounded.
 
-Own parser: the gguf package's reader makes NumPy views of every string, 12 s for a vocabulary of 262144 where this
-takes a fraction of one, and it believes what a file says. Layout: magic, u32 version, u64 tensors, u64 values; values
-(string key, u32 type, value); tensors (string name, u32 axes, u64 each, u32 type, u64 offset); padding; data.
+The gguf package's reader is slow for large vocabularies and does not validate sizes. Layout: magic, u32 version, u64
+tensors, u64 values; values (string key, u32 type, value); tensors (string name, u32 axes, u64 each, u32 type, u64
+offset); padding; data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybrid.checkpoint.files import OpenFile
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_HEADER = 1 << 28
-_MAX_ITEMS = 1 << 23  # of all arrays together: the largest vocabularies have a quarter of a million tokens
+_MAX_ITEMS = 1 << 23  # of all arrays
 _MAX_KEY, _MAX_NAME = 65535, 1024
 _MAX_AXES, _MAX_DEPTH = 4, 3
 _MAX_ELEMENTS = 1 << 63
@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A line of the tensor table: `shape` has the slowest axis first, `at` counts from the file's begin."""
+    """An entry of the tensor table: `shape` has the slowest axis first, `at` is the byte offset in the file."""
 
     name: str
     kind: int
@@ -55,7 +55,7 @@ def read_header(file: OpenFile) -> tuple[dict[str, Any], list[TensorInfo]]:
     for _ in range(n_values):
         key = cursor.name("key", _MAX_KEY)
         if key in values:
-            raise CheckpointError(f"{file.path}: metadata key {key} is there twice")
+            raise CheckpointError(f"{file.path}: metadata key {key} is duplicated")
         values[key] = cursor.value(key, cursor.number("I"))
     table = [_tensor_info(cursor) for _ in range(n_tensors)]
     alignment = values.get("general.alignment", 32)
@@ -67,7 +67,7 @@ def read_header(file: OpenFile) -> tuple[dict[str, Any], list[TensorInfo]]:
     seen: set[str] = set()
     for info in table:
         if info.name in seen:
-            raise CheckpointError(f"{file.path}: tensor {info.name} is there twice")
+            raise CheckpointError(f"{file.path}: tensor {info.name} is duplicated")
         seen.add(info.name)
         if info.at % alignment:
             raise CheckpointError(
@@ -77,7 +77,7 @@ def read_header(file: OpenFile) -> tuple[dict[str, Any], list[TensorInfo]]:
 
 
 def refuse_overlaps(path: Path, spans: list[tuple[int, int, str]]) -> None:
-    """CheckpointError where two of (begin, end, tensor name) share a byte."""
+    """CheckpointError if two of (begin, end, tensor name) overlap."""
     spans = sorted(s for s in spans if s[1] > s[0])
     for (_, end, name), (begin, _, other) in pairwise(spans):
         if begin < end:
@@ -85,7 +85,7 @@ def refuse_overlaps(path: Path, spans: list[tuple[int, int, str]]) -> None:
 
 
 class _Cursor:
-    """Reads little-endian values one after another, in chunks; nothing outside the file or the limits is wanted."""
+    """Buffered reader of little-endian values. CheckpointError outside the file or the limits."""
 
     def __init__(self, file: OpenFile) -> None:
         self.file, self.path, self.at = file, file.path, 0
@@ -108,7 +108,7 @@ class _Cursor:
         return self._buffer[inside : inside + size]
 
     def expect(self, what: str, count: int, least: int) -> None:
-        """CheckpointError where `count` things of at least `least` bytes cannot follow."""
+        """CheckpointError if `count` items of at least `least` bytes do not fit in the rest."""
         if count * least > self.file.size - self.at:
             raise CheckpointError(
                 f"{self.path} is cut short or damaged: {what} {count} at byte {self.at} of {self.file.size}"
@@ -121,10 +121,10 @@ class _Cursor:
         return str(self.take(self.number("Q")), "utf-8", "surrogateescape")
 
     def strings(self, count: int) -> list[str]:
-        """As `string`, for vocabularies: a quarter of a million at once."""
+        """`count` strings; fast for vocabularies."""
         out: list[str] = []
         while len(out) < count:
-            out.append(self.string())  # checks, and fills the buffer
+            out.append(self.string())  # checks limits and refills the buffer
             buffer, at = self._buffer, self.at - self._begin
             while len(out) < count and at + 8 <= len(buffer):
                 end = at + 8 + int.from_bytes(buffer[at : at + 8], "little")
@@ -136,7 +136,7 @@ class _Cursor:
         return out
 
     def name(self, what: str, limit: int) -> str:
-        """A key or a tensor's name: text, and not long."""
+        """A key or a tensor's name: UTF-8 of at most `limit` bytes."""
         begin, size = self.at, self.number("Q")
         if not 0 < size <= limit:
             raise CheckpointError(f"{self.path} is damaged: a {what} of {size} bytes at byte {begin}")

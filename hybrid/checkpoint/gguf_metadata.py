@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file that we write: everything that llama.cpp and our own reader need to load it."""
+"""Write the metadata of a GGUF file that llama.cpp and our reader need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PADDING_SCORE = -10000.0
 
 
 def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
-    """All keys of `source`: general, hyper-parameters, tokenizer, chat template, recommended sampling."""
+    """Write all keys of `source`: general, hyper-parameters, tokenizer, chat template, recommended sampling."""
     writer.add_type("model")
     writer.add_name(source.name)
     writer.add_file_type(FILE_TYPES[dtype].file_type)
@@ -55,14 +55,14 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 def _write_tokenizer(
     writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...], merged: bool
 ) -> None:
-    """The vocabulary, padded to the embedding's rows as other engines demand. merged: with its merges, in the form that
-    Gemma 4's files have; else with scores."""
+    """Write the vocabulary, padded to the embedding's rows as other engines require. merged: with merges, as in Gemma
+    4's files; else with scores."""
     v = tokenizer.vocabulary if merged else with_scores(tokenizer.vocabulary)
     pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
     for index, piece in enumerate(pieces):
         if types[index] == USER_DEFINED:
-            # GGUF's user-defined pieces match real spaces; SentencePiece's with real spaces match nothing: as
-            # normal pieces they keep doing so (text reaches the merges with U+2581).
+            # User-defined pieces with real spaces match in GGUF but not in SentencePiece. As normal pieces they
+            # never match, since merges see U+2581.
             types[index] = NORMAL if " " in piece else USER_DEFINED
             pieces[index] = piece.replace(SPACE, " ")
     for index in range(len(pieces), rows):
@@ -87,7 +87,7 @@ def _write_tokenizer(
     ):
         if token is not None:
             add(token)
-    if len(ends) > 1:  # other engines find these by their texts
+    if len(ends) > 1:  # other engines recognise the rest by text
         writer.add_array("tokenizer.ggml.eos_token_ids", ends)
     writer.add_add_bos_token(v.bos_id is not None and v.add_bos)
     writer.add_add_eos_token(False)

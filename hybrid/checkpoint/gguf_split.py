@@ -1,6 +1,6 @@
-"""GGUF in several files: NAME-00001-of-0000N.gguf, of which the first holds the metadata and all hold tensors.
+"""Split GGUF models: NAME-00001-of-0000N.gguf; the first part has the metadata, all have tensors.
 
-Every part says its place (split.no from 0, split.count), the first also how many tensors there are in all.
+Every part has its index and the number of parts (split.no from 0, split.count), the first also the total of tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MAX_PARTS = 4096
 
 
 def part_paths(path: Path, values: dict[str, Any]) -> list[Path]:
-    """All files of the model of which `path`, with metadata `values`, is one; [path] where it is whole.
-    CheckpointError for a name that does not fit the metadata, and for a file that is missing."""
+    """All parts of the model that `path`, with metadata `values`, belongs to; [path] if it is not split.
+    CheckpointError for a name that contradicts the metadata, and for a missing part."""
     fields = Fields(values, path)
     count, number = fields.integer("split.count", 1), fields.integer("split.no", 0)
     if not 1 <= count <= _MAX_PARTS:
@@ -45,7 +45,7 @@ def part_paths(path: Path, values: dict[str, Any]) -> list[Path]:
 
 
 def check_parts(parts: list[Part]) -> None:
-    """CheckpointError unless these are all parts of one model, in their order, with every tensor once."""
+    """CheckpointError unless these are all parts of one model, in order, without duplicate tensors."""
     first = Fields(parts[0].values, parts[0].path)
     for number, part in enumerate(parts):
         fields = Fields(part.values, part.path)
@@ -62,7 +62,7 @@ def check_parts(parts: list[Part]) -> None:
     for part in parts:
         for name in part.stored:
             if name in owner:
-                raise CheckpointError(f"{part.path}: tensor {name} is there twice (also in {owner[name].name})")
+                raise CheckpointError(f"{part.path}: tensor {name} is duplicated (also in {owner[name].name})")
             owner[name] = part.path
     total = first.integer("split.tensors.count", len(owner))
     if total != len(owner):

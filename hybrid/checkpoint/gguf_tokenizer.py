@@ -1,9 +1,8 @@
-"""The tokenizer in GGUF metadata: `llama` (SentencePiece, scores), and `gpt2` or `gemma4` with merges over
-SentencePiece's pieces.
+"""Read the tokenizer in GGUF metadata: `llama` (SentencePiece with scores), and `gpt2` or `gemma4` (merges of
+SentencePiece's pieces).
 
-`gpt2` is what converters write that start from tokenizer.json (Ollama's): its scores say nothing, its bytes
-are typed as ordinary pieces, its padding as user-defined. Whether such a file holds SentencePiece's pieces or GPT-2's
-byte alphabet is decided by the pieces.
+Converters from tokenizer.json (Ollama's) write `gpt2`: its scores are meaningless, its bytes have the type of ordinary
+pieces, its padding is user-defined. The pieces tell SentencePiece's from GPT-2's byte alphabet.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _MERGED = ("gpt2", "gemma4")
 
 
 def padding_piece(index: int) -> str:
-    """Text of the tokens that only fill a vocabulary up to the embedding's rows (as converters write it)."""
+    """Text of tokens that pad a vocabulary to the embedding's rows, as converters write it."""
     return f"[PAD{index}]"
 
 
 def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
-    """Tokenizer of a file's metadata, for an embedding of `rows`. CheckpointError names the key that is wrong."""
+    """Tokenizer of a file's metadata, for an embedding of `rows`. CheckpointError names the invalid key."""
     m = metadata.under("tokenizer.ggml.")
     kind = m.text("model")
     if kind not in ("llama", *_MERGED):
@@ -51,7 +50,7 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
     ends = [*(i for i in named if i is not None), *_list(m, "eos_token_ids", int, required=False)]
     try:
         vocabulary = Vocabulary(
-            # Here user-defined pieces have real spaces and match them; SentencePiece writes U+2581 for that.
+            # User-defined pieces have real spaces here and match them; SentencePiece has U+2581 instead.
             tuple(p.replace(" ", SPACE) if t == USER_DEFINED else p for p, t in zip(pieces, types, strict=True)),
             tuple(scores),
             tuple(types),
@@ -62,7 +61,7 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
             add_space_prefix=bool(m.get("add_space_prefix", False)),
             merges=merges,
             add_bos=kind == "gemma4"
-            or bool(m.get("add_bos_token", True)),  # early files of Gemma 4 say false, and are wrong
+            or bool(m.get("add_bos_token", True)),  # false in early files of Gemma 4 is an error
         )
         n_tokens = min(len(pieces), rows)
         padding = (UNUSED, USER_DEFINED)
@@ -74,7 +73,7 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
 
 
 def _list(m: Fields, key: str, kind: Any, length: int | None = None, required: bool = True) -> list[Any]:
-    """`length`: one for each token."""
+    """A list of items of type `kind`. length: required number, one for each token."""
     values = m.get(key)
     if values is None and not required:
         return []
@@ -92,7 +91,7 @@ def _index(m: Fields, key: str) -> int | None:
 
 
 def _merges(m: Fields) -> tuple[str, ...]:
-    """A text with more than one space has one in a half, and no text has: it can never apply."""
+    """Merges, without those that have a space within a half: they never apply."""
     merges = _list(m, "merges", str)
     wrong = next((i for i, merge in enumerate(merges) if " " not in merge), None)
     if wrong is not None:
@@ -101,7 +100,7 @@ def _merges(m: Fields) -> tuple[str, ...]:
 
 
 def _types_by_text(m: Fields, pieces: list[str], types: list[int]) -> list[int]:
-    """Types with bytes recognised by their text. CheckpointError for a byte-level vocabulary."""
+    """Types, with byte pieces recognised by text. CheckpointError for a byte-level vocabulary."""
     index = {p: i for i, p in enumerate(pieces)}
     if not all(piece in index for piece in BYTE_PIECES) or not any(SPACE in p for p in pieces):
         what = "holds byte-level BPE (GPT-2's alphabet)" if "\u0120" in index else "holds no SentencePiece vocabulary"

@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json (both dialects), safetensors in one file or sharded, its tokenizer."""
+"""Open Hugging Face directories: config.json (both dialects), safetensors (whole or sharded), tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_TEMPLATE = 1 << 22
 
 
 def open_hf(path: Path) -> Checkpoint:
-    """Open a directory. Nothing but headers is read here."""
+    """Open a directory; reads only configs and headers."""
     config = Fields(read_json(path / "config.json", required=True), path / "config.json")
     family = family_of_hf(config)
     stored, size = _tensors(path)
@@ -59,7 +59,7 @@ def open_hf(path: Path) -> Checkpoint:
 
 
 def _tensors(path: Path) -> tuple[dict[str, Stored], int]:
-    """Tensors of all shards by their names without prefix, and the shards' bytes."""
+    """(tensors of all shards by name without prefix, bytes of the shards)."""
     files, owner = _tensor_files(path)
     stored: dict[str, Stored] = {}
     total = 0
@@ -72,7 +72,7 @@ def _tensors(path: Path) -> tuple[dict[str, Stored], int]:
         for name, tensor in found.items():
             short = _PREFIXES.sub("", name)
             if short in stored:
-                raise CheckpointError(f"{file}: tensor {name} is there twice (also as {stored[short].name})")
+                raise CheckpointError(f"{file}: tensor {name} is duplicated (also as {stored[short].name})")
             stored[short] = tensor
     return stored, total
 
@@ -81,7 +81,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _tensor_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that hold tensors, and which of them the index names for each tensor."""
+    """(files with tensors, tensor -> file name by the index)."""
     index = path / _INDEX
     if not exists(index):
         file = path / "model.safetensors"
@@ -131,7 +131,7 @@ def _chat_template(path: Path) -> str | None:
             raise CheckpointError(f"{file} is not UTF-8: {error}") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
         value = read_json(path / name).get("chat_template")
-        if isinstance(value, list):  # several, by name
+        if isinstance(value, list):  # several named templates
             named = (t for t in value if isinstance(t, dict) and t.get("name") == "default")
             value = next((t.get("template") for t in named), None)
         if value is not None:

@@ -1,4 +1,4 @@
-"""The JSON files beside a Hugging Face model's tensors, made from a checkpoint of any format."""
+"""Make a Hugging Face model's JSON files from a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TORCH_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def config(family: Family, source: Checkpoint, dtype: str) -> dict[str, Any]:
-    """config.json; `dtype` is the matrices'."""
+    """config.json. dtype: of the matrices."""
     v = source.tokenizer.vocabulary
     ids = {"bos_token_id": v.bos_id, "eos_token_id": _eos(source), "pad_token_id": v.pad_id}
     return {**family.hf_config(source.hparams), **ids, "torch_dtype": _TORCH_TYPES[dtype]}
 
 
 def generation_config(source: Checkpoint) -> dict[str, Any]:
-    """generation_config.json: what ends a text, and the recommended sampling."""
+    """generation_config.json: end-of-text tokens and recommended sampling parameters."""
     v, g = source.tokenizer.vocabulary, source.generation
     numbers = {"temperature": g.temperature, "top_p": g.top_p}
     sampling = {"top_k": g.top_k, **{k: None if n is None else shortest(n) for k, n in numbers.items()}}
@@ -40,7 +40,7 @@ def generation_config(source: Checkpoint) -> dict[str, Any]:
 
 
 def tokenizer_config(source: Checkpoint) -> dict[str, Any]:
-    """tokenizer_config.json to go with a tokenizer.model."""
+    """tokenizer_config.json for a tokenizer.model."""
     v = source.tokenizer.vocabulary
     named = {"bos_token": v.bos_id, "eos_token": v.eos_id, "unk_token": v.unk_id, "pad_token": v.pad_id}
     special = (CONTROL, UNKNOWN)

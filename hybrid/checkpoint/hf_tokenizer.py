@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory: tokenizer.model, else tokenizer.json, with what the configs add to it."""
+"""Read the tokenizer of a Hugging Face directory: tokenizer.model, else tokenizer.json, and additions in configs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ROLES = ("bos", "eos", "pad", "unk")
 
 
 def hf_tokenizer(path: Path, generation: Generation, rows: int) -> Tokenizer:
-    """Tokenizer of the directory `path`, for an embedding of `rows`. End-of-text tokens are those of the vocabulary,
-    of generation_config.json or config.json, and the eos_token of tokenizer_config.json or special_tokens_map.json."""
+    """Tokenizer of the directory `path`, for an embedding of `rows`. End-of-text tokens are from the vocabulary, from
+    generation_config.json or config.json, and eos_token of tokenizer_config.json or special_tokens_map.json."""
     config = _fields(path / "tokenizer_config.json")
     roles = _roles(config, _fields(path / "special_tokens_map.json"))
     file = path / "tokenizer.model"
@@ -51,7 +51,7 @@ def _fields(path: Path) -> Fields:
 
 
 def _roles(*configs: Fields) -> dict[str, str]:
-    """Role (bos, eos, pad, unk) -> text of its token; the first file that names it wins."""
+    """Role (bos, eos, pad, unk) -> text of its token; the first file with the role wins."""
     roles: dict[str, str] = {}
     for config in configs:
         for role in _ROLES:
@@ -67,8 +67,8 @@ def _roles(*configs: Fields) -> dict[str, str]:
 
 
 def _with_added_tokens(vocabulary: Vocabulary, config: Fields) -> Vocabulary:
-    """tokenizer_config.json may call pieces special that tokenizer.model has as user-defined (turn markers): they
-    are control tokens then. Tokens beyond the model's pieces belong to other modalities."""
+    """Make user-defined pieces of tokenizer.model that tokenizer_config.json lists as special (turn markers) control
+    tokens. Tokens beyond the model's pieces are of other modalities and ignored."""
     added = config.sub("added_tokens_decoder")
     types = list(vocabulary.types)
     for key, token in added.values.items():

@@ -1,5 +1,4 @@
-"""What a family's reader may ask of a file's tensors before the hyper-parameters are known: shapes, and small
-vectors."""
+"""Access to tensors before the hyper-parameters are known: shapes and small vectors."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES
 from hybrid.quant.codec import dequantise
 
-_MOST = 1 << 16  # elements: nothing larger is a parameter of the arithmetic
+_MOST = 1 << 16  # elements of a small vector
 
 
 class Look:
-    """Tensors of a file or folder, asked for by GGUF's names; `called` maps those to keys of `stored`."""
+    """Tensors of a file or folder by GGUF name. called: GGUF name -> key of `stored`."""
 
     def __init__(self, path: Path, stored: Mapping[str, Stored], called: Callable[[str], str]) -> None:
         self.path, self._stored, self._called = path, stored, called
@@ -27,7 +26,7 @@ class Look:
         return self._called(name) in self._stored
 
     def rows(self, name: str) -> int:
-        """Rows of a table: the tensor's own shape is trusted, no field. CheckpointError where it is missing or none."""
+        """Rows of an embedding table, by its shape rather than a field. CheckpointError if missing or not a matrix."""
         found = self._stored.get(self._called(name))
         if found is None:
             raise CheckpointError(f"{self.path}: tensor {self._called(name)} is missing")
@@ -36,17 +35,17 @@ class Look:
         return found.shape[0]
 
     def width(self, name: str) -> int | None:
-        """Elements in a row of a matrix; None where there is none."""
+        """Elements in a row of a matrix; None if missing."""
         found = self._stored.get(self._called(name))
         return found.shape[1] if found is not None and len(found.shape) == 2 else None
 
     def height(self, name: str) -> int | None:
-        """Rows of a matrix; None where there is none."""
+        """Rows of a matrix; None if missing."""
         found = self._stored.get(self._called(name))
         return found.shape[0] if found is not None and len(found.shape) == 2 else None
 
     def values(self, name: str, finite: bool = True) -> np.ndarray | None:
-        """A small vector as float32 [n], a single number too; None where it is missing."""
+        """A small vector or scalar as float32 [n]; None if missing."""
         found = self._stored.get(self._called(name))
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Opening a checkpoint, whatever its format."""
+"""Open a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hybrid.checkpoint.hf import open_hf
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a .gguf file or a Hugging Face directory. Headers are read and every tensor's presence and shape checked;
-    data is read when a tensor is asked for. CheckpointError (a ValueError) in one line for anything wrong."""
+    """Open a .gguf file or a Hugging Face directory. Reads headers and checks every tensor's presence and shape; data
+    is read lazily. Raises CheckpointError (a ValueError) with one line."""
     try:
         path = Path(path).expanduser()
     except RuntimeError as error:  # "~nobody/model.gguf"
@@ -32,7 +32,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _no_such(name: str) -> str:
-    """A line for a name that is no path: where a model of that name lies, else what a model is and how to get one."""
+    """The error for a missing path: a local model of that name, else how to get a model."""
     here = called(name)
     if here:
         return f"{name}: no such file or directory; a model of that name on this machine is {here[0].path}"
@@ -40,7 +40,7 @@ def _no_such(name: str) -> str:
 
 
 def problem(path: Path) -> str | None:
-    """Why a checkpoint cannot be opened, without its path; None for one that can. Reads headers."""
+    """Why a checkpoint cannot be opened, without its path, or None. Reads headers."""
     try:
         with open_checkpoint(path):
             return None

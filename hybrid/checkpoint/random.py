@@ -1,9 +1,8 @@
-"""Checkpoints that no file holds: a published model's shape with random weights, for measuring speed without the model.
+"""Checkpoints with a published model's shape and random weights, for benchmarks without the model's files.
 
-Weights are noise of a sane size (logits stay finite), drawn once per type and row length as whole ggml blocks and dealt
-out again and again, to every tensor from another place; norms are 1. Devices get them as they get a file's: the same
-types, the same bytes, a buffer of its own for every tensor. The tokenizer is the demonstration model's, filled up with
-made-up pieces to the size of Gemma's.
+Weights are noise with finite logits. A pool of ggml blocks is drawn for each type and row length, and each tensor
+repeats it from another offset; norms are 1. Devices load them like files: same types, same bytes, a buffer for every
+tensor. The tokenizer is the demonstration model's, padded with made-up pieces to Gemma's size.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from hybrid.quant.codec import from_ggml
 from hybrid.spec.model import find_model
 from hybrid.text.tokenizer import NORMAL, SPACE, Tokenizer
 
-PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more
+PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few more rows
 POOL_BYTES = 8 << 20
 _HEAD = ("embed", "head", "table")  # classes
-_STREAMS = "bf16"  # of what quantised files leave unquantised
+_STREAMS = "bf16"  # type of matrices that quantised files leave unquantised
 
 
 def random_checkpoint(
     name: str, kind: str = "q4_0", head: str | None = None, layers: int | None = None, vocab: int | None = None
 ) -> Checkpoint:
-    """An open checkpoint of model sheet `name` (specs/models): matrices of type `kind`, embedding and output matrix of
-    type `head` (default: q6_k, where rows are whole blocks of it, else q8_0), with fewer layers or another vocabulary
-    if given. ValueError for what cannot be."""
+    """An open checkpoint of model sheet `name` (specs/models). kind: type of matrices; head: of embedding and output
+    matrix (default: q6_k if rows are whole blocks, else q8_0); layers: use only the first; vocab: number of tokens.
+    ValueError for invalid values."""
     hp = random_shape(name, layers, vocab)
     kinds = random_types(hp, kind, head)
     entries = {n: _entry(n, kinds[n], shape) for n, shape in tensors(hp).items()}
@@ -58,7 +57,7 @@ def random_checkpoint(
 
 
 def random_shape(name: str, layers: int | None = None, vocab: int | None = None) -> HParams:
-    """The sheet's hyper-parameters, cut to its first layers, or with another number of tokens."""
+    """The sheet's hyper-parameters, with only the first layers or another vocabulary size if given."""
     hp = find_model(name).hparams()
     if layers is not None:
         if not 1 <= layers <= hp.n_layers:
@@ -74,8 +73,8 @@ def random_shape(name: str, layers: int | None = None, vocab: int | None = None)
 def random_types(
     hparams: HParams, kind: str, head: str | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, str]:
-    """Storage type of every tensor by name (shapes: of others than those that plans use). ValueError where rows are no
-    whole blocks of one."""
+    """Storage type of every tensor by name. shapes: instead of the tensors that plans use. ValueError if rows are not
+    whole blocks."""
     head = head or ("q8_0" if hparams.hidden % DTYPES["q6_k"].block else "q6_k")
     found = {}
     for name, shape in (tensors(hparams) if shapes is None else shapes).items():
@@ -97,7 +96,7 @@ def random_types(
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """The bytes of one tensor: those of its pool, again and again, from `first` on."""
+    """The bytes of one tensor: its pool, repeated, from offset `first`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -135,15 +134,15 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
 
 
 def random_packed(name: str, dtype: str, shape: tuple[int, ...]) -> Packed:
-    """A matrix of noise as a file would have it; another name, another place in the noise."""
+    """A matrix of noise in a file's encoding; its offset in the noise depends on the name."""
     noise = _Noise.of(name, dtype, shape)
     return Packed(dtype, shape, noise.read_into, noise.rows)
 
 
 @cache
 def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
-    """uint8 [at most piece_bytes]: whole ggml blocks of values with standard deviation width ** -0.5, which keeps the
-    size of what they multiply (width 0: norm weights, 1)."""
+    """uint8 [at most piece_bytes]: whole ggml blocks of values with standard deviation width ** -0.5, which preserves
+    activation magnitudes (width 0: norm weights, 1)."""
     kind, rng = DTYPES[dtype], np.random.default_rng(width)
     size = kind.nbytes((kind.block,))
     count = piece_bytes // size
@@ -170,7 +169,7 @@ def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
 
 
 def demo_tokenizer(size: int) -> Tokenizer:
-    """The demonstration model's tokenizer, with pieces after the real ones that no text of a normal kind holds."""
+    """The demonstration model's tokenizer, padded with pieces that ordinary text does not contain."""
     with open_gguf(DEMO) as demo:
         tokenizer = demo.tokenizer
     v = tokenizer.vocabulary.first(size)

@@ -1,7 +1,7 @@
-"""safetensors: the header is parsed and checked here, the data is read when it is asked for.
+"""Read safetensors files: parses and validates the header; data is read lazily.
 
 Layout: u64 header length n, n bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, data from 8 + n, which
-the tensors fill without holes. What is refused here is what the format's own library refuses, and more.
+the tensors fill without holes. Validation is at least as strict as that of the format's library.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hybrid.checkpoint.files import OpenFile, parse_json
 from hybrid.checkpoint.stored import Stored
 
 _TYPES = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
-_MAX_HEADER = 1 << 24  # a hundred times the largest model's; the format's own limit would fill gigabytes of memory
+_MAX_HEADER = 1 << 24  # stricter than the format's own limit, to bound memory
 _MAX_AXES = 8
 _MAX_ELEMENTS = 1 << 63
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Stored], int]:
-    """(tensors by the file's names, bytes of the file). Types that we do not read keep the file's name for them."""
+    """(tensors by the file's names, bytes of the file). Unsupported types keep the file's name."""
     file = OpenFile(path)
     size = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if file.size < 8 or size > min(_MAX_HEADER, file.size - 8):

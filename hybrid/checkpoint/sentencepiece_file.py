@@ -1,6 +1,6 @@
-"""tokenizer.model: SentencePiece's ModelProto, read from its wire format (no protobuf package needed).
+"""Read tokenizer.model: SentencePiece's ModelProto in wire format, without the protobuf package.
 
-The library does not say which pieces are user-defined, and the file does. Fields: ModelProto 1 pieces (1 text,
+sentencepiece's API does not expose user-defined pieces. Fields: ModelProto 1 pieces (1 text,
 2 score, 3 type), 2 trainer (3 model type, 40 unk, 41 bos, 42 eos, 43 pad), 3 normaliser (2 character map,
 3 add_dummy_prefix, 4 remove_extra_whitespaces, 5 escape_whitespaces).
 """
@@ -16,11 +16,11 @@ from hybrid.checkpoint.files import read_file
 from hybrid.text.tokenizer import NORMAL, TokenizerError, Vocabulary
 
 BPE = 2
-_MAX_BYTES = 1 << 26  # Gemma's has 4.7 MB
+_MAX_BYTES = 1 << 26
 
 
 def read_sentencepiece(path: Path) -> Vocabulary:
-    """Vocabulary of a tokenizer.model. CheckpointError where it is no SentencePiece BPE file that we can follow."""
+    """Vocabulary of a tokenizer.model. CheckpointError for an invalid file or an unsupported model."""
     try:
         return _read(path)
     except (IndexError, struct.error, UnicodeDecodeError) as error:
@@ -67,12 +67,12 @@ def _read(path: Path) -> Vocabulary:
 
 
 def _optional(value: int) -> int | None:
-    """An int32 of the wire format, where negative numbers mean "none"."""
+    """An int32 of the wire format; negative: None."""
     return None if value < 0 or value >= 1 << 31 else value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of one message: ints for varints, bytes for everything else."""
+    """(field number, value) of one message: int for varints, else bytes."""
     at, end = 0, len(data)
     while at < end:
         tag, at = _varint(data, at)

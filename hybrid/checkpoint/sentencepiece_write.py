@@ -1,4 +1,4 @@
-"""tokenizer.model from a vocabulary: SentencePiece's ModelProto in its wire format, as sentencepiece_file reads it."""
+"""Write tokenizer.model from a vocabulary: SentencePiece's ModelProto in wire format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BPE = 2
 
 
 def write_sentencepiece(v: Vocabulary) -> bytes:
-    """The file's bytes: BPE, identity normaliser, byte fallback. SentencePiece wants exactly one unknown piece."""
+    """The file's bytes: BPE, identity normaliser, byte fallback, and exactly one unknown piece, as required."""
     v = with_scores(v)
     named = {40: v.unk_id, 41: v.bos_id, 42: v.eos_id, 43: v.pad_id}
     trainer = _number(3, _BPE) + _number(4, len(v.pieces)) + _number(35, 1)
@@ -20,7 +20,7 @@ def write_sentencepiece(v: Vocabulary) -> bytes:
     normaliser = _bytes(1, b"identity") + _number(3, int(v.add_space_prefix)) + _number(4, 0) + _number(5, 1)
     types = list(v.types)
     if v.unk_id is not None:
-        types[v.unk_id] = UNKNOWN  # GGUF files often have it as control
+        types[v.unk_id] = UNKNOWN  # often a control token in GGUF files
     pieces = b"".join(
         _bytes(1, _bytes(1, _text(piece)) + struct.pack("<Bf", 2 << 3 | 5, score) + _number(3, kind))
         for piece, score, kind in zip(v.pieces, v.scores, types, strict=True)

@@ -1,4 +1,4 @@
-"""A tensor as a file has it: where its bytes lie, and how they become ours."""
+"""A tensor in a file: its position, and conversion of its bytes to a Tensor."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from hybrid.quant.codec import from_ggml, row_blocks
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a file has it: `dtype` is ours where we know the type, else the file's own name for it."""
+    """A tensor in a file. dtype: our name of the type; for unsupported types the file's name."""
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: OpenFile | None
-    """None where the type is unknown."""
+    """None for an unsupported type."""
     offset: int = 0
 
     def raw(self) -> np.ndarray:
-        """The tensor's bytes, uint8 in memory of their own, with scales that are finite. CheckpointError where they are
-        not, or where the file has changed."""
+        """A copy of the tensor's bytes, uint8. CheckpointError if a scale is not finite or the file has changed."""
         return self._bytes(0, DTYPES[self.dtype].nbytes(self.shape))
 
     def load(self) -> Tensor:
-        """The tensor in memory of its own. Raises what `raw` raises."""
+        """A copy of the tensor. Raises the errors of `raw`."""
         if len(self.shape) == 2:
             return self.read_rows(0, self.shape[0])
         return from_ggml(self.raw(), self.dtype, self.shape)
 
     def packed(self) -> Packed:
-        """A matrix's bytes, read when and where they are asked for."""
+        """The matrix as a lazily read Packed tensor."""
         file, offset = self.file, self.offset
         assert file is not None
         return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.read_rows)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a matrix in memory of their own. Block types pass through a few at a time: they are split
-        into parts, and what is split must not be held twice. Raises what `raw` raises."""
+        """A copy of rows start..stop of a matrix. Block types are split into parts a few rows at a time, to avoid a
+        second full copy. Raises the errors of `raw`."""
         width = self.shape[1]
         row, out = DTYPES[self.dtype].nbytes((width,)), Tensor.empty(self.dtype, (stop - start, width))
         if out.type.block == 1:

@@ -1,8 +1,7 @@
-"""tokenizer.json (Hugging Face's fast tokenizers): the BPE with byte fallback that SentencePiece models become there.
+"""Read tokenizer.json (Hugging Face's fast tokenizers): BPE with byte fallback, converted from SentencePiece.
 
 model: vocab (piece -> id) and merges, as pairs or as "left right". added_tokens: control tokens (special) and
-user-defined ones. Everything that changes ids or text is checked: a kind of normaliser, pre-tokeniser, decoder or
-post-processor that we do not follow is refused, never skipped.
+user-defined ones. An unsupported normaliser, pre-tokeniser, decoder or post-processor is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from hybrid.text.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DE
 MAX_BYTES = 256 << 20
 BYTE_PIECES = tuple(f"<0x{b:02X}>" for b in range(256))
 ROLES = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}
-"""Role -> the text that Gemma uses for it, where a checkpoint names none."""
+"""Role -> default text of its token, Gemma's."""
 _BYTE_LEVEL = "byte-level BPE (GPT-2's alphabet) is not supported: Gemma's vocabularies are SentencePiece ones"
 
 
 def read_tokenizer_json(path: Path, roles: Mapping[str, str] | None = None) -> Vocabulary:
-    """Vocabulary of a tokenizer.json, with merges in place of scores. `roles` names the bos, eos, pad and unk tokens.
-    CheckpointError names the field that cannot be followed."""
+    """Vocabulary of a tokenizer.json, with merges instead of scores. roles: texts of the bos, eos, pad and unk tokens.
+    CheckpointError names the unsupported field."""
     root = Fields(_load(path), path)
     model = root.sub("model")
     _check_model(model)
@@ -58,7 +57,7 @@ def read_tokenizer_json(path: Path, roles: Mapping[str, str] | None = None) -> V
 def _load(path: Path) -> dict[str, Any]:
     data = read_file(path, MAX_BYTES)
     collecting = gc.isenabled()
-    gc.disable()  # half a million small lists without a cycle: looking for one doubles the time
+    gc.disable()  # collections during the parse of many small lists double its time
     try:
         return parse_json(data, f"{path} is not JSON")
     finally:
@@ -120,13 +119,13 @@ def _pieces(root: Fields, model: Fields) -> tuple[list[str], list[int], dict[str
             kinds[vocab[piece]] = BYTE
     for index, kind in types.items():
         kinds[index] = kind
-        if kind == USER_DEFINED:  # here they match real spaces, as text has them before the normaliser
+        if kind == USER_DEFINED:  # they match real spaces here, before the normaliser
             names[index] = names[index].replace(" ", SPACE)
     return names, kinds, vocab
 
 
 def _merges(model: Fields) -> tuple[str, ...]:
-    """As "left right"; those with a real space in a half can never apply."""
+    """Merges as "left right", without those that have a space within a half: they never apply."""
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise model.error("merges", "must be a list")
@@ -145,7 +144,7 @@ def _merges(model: Fields) -> tuple[str, ...]:
 
 
 def _stages(root: Fields, key: str) -> Iterator[Fields]:
-    """The steps of a normaliser, pre-tokeniser, decoder or post-processor, sequences unpacked."""
+    """Steps of a normaliser, pre-tokeniser, decoder or post-processor; flattens sequences."""
     if root.get(key) is None:
         return
     step = root.sub(key)
@@ -174,7 +173,7 @@ def _is_replace(step: Fields, old: str, new: str) -> bool:
 
 
 def _is_metaspace(step: Fields) -> bool:
-    """Without a leading space and without splitting, it is the replacement of spaces alone."""
+    """Whether a Metaspace step only replaces spaces: no leading space, no splitting."""
     plain = step.get("prepend_scheme", "always") == "never" and step.get("split") is False
     return step.get("type") == "Metaspace" and step.get("replacement") == SPACE and plain
 
@@ -185,7 +184,7 @@ def _normaliser(step: Fields) -> None:
 
 
 def _pre_tokeniser(step: Fields) -> None:
-    # Gemma's splits at spaces, of which the normaliser has left none.
+    # A split at spaces has no effect: the normaliser has replaced all spaces.
     split = step.get("type") == "Split" and step.get("pattern") == {"String": " "} and not step.get("invert")
     if not (split and step.get("behavior") == "MergedWithPrevious") and not _is_metaspace(step):
         raise _refuse(step, "Split at ' ' merged with the previous, Metaspace without prefix and split")
@@ -197,7 +196,7 @@ def _decoder(step: Fields) -> None:
 
 
 def _adds_bos(root: Fields, bos: int | None) -> bool:
-    """Whether the post-processor begins texts with the begin-of-text token; without one, Gemma's default holds."""
+    """Whether the post-processor prepends the begin-of-text token; Gemma's default without a post-processor."""
     adds = root.get("post_processor") is None
     for step in _stages(root, "post_processor"):
         if step.get("type") != "TemplateProcessing":

@@ -1,7 +1,7 @@
-"""What every command shares: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
+"""Common code of commands: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
 
-Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 3 the device was lost or did not answer in time
-(the same command may work again), 129 hung up, 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 invalid input or failure, 2 wrong usage, 3 device lost or timed out (a retry may succeed), 129
+hung up, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hybrid.core.errors import DeviceLost
 from hybrid.core.units import parse_bytes
 
 PRECISIONS, CACHES = ("auto", "exact", "fast"), CACHE_CHOICES
-"""What --precision and --kv take."""
+"""Values of --precision and --kv."""
 LOST = 3
-"""Exit code of a command whose device was lost or did not finish in time."""
+"""Exit code after a device loss or timeout."""
 
 
 class UsageError(ValueError):
-    """Arguments that do not go together: exit code 2, as argparse's own."""
+    """Invalid or conflicting arguments: exit code 2, like argparse's errors."""
 
 
 @contextmanager
 def usage() -> Iterator[None]:
-    """What the block refuses is wrong usage."""
+    """Convert ValueError of the block to UsageError."""
     try:
         yield
     except ValueError as error:
@@ -43,8 +43,7 @@ def usage() -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """UsageError for a file that could not be written when the work is done; one that is not there is not left
-    behind."""
+    """UsageError if a file cannot be written. Does not leave a new file behind."""
     there = path.exists()
     try:
         with open(path, "ab"):
@@ -56,7 +55,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the project's error form, and --version."""
+    """argparse with the project's error format, and --version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,14 +69,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(command: Callable[[], int]) -> int:
-    """The command's exit code; errors become `error: ...` on stderr."""
+    """Run a command; returns its exit code. Prints errors as `error: ...` on stderr."""
     _standard_streams()
     try:
         return command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UsageError as e:
@@ -91,8 +90,8 @@ def run(command: Callable[[], int]) -> int:
 
 
 def _standard_streams() -> None:
-    """Streams that were closed at the start lead nowhere: else a file opened later would get their number, and what
-    drivers print. A stream that cannot show a character, or reads bytes that are none, is no reason to stop."""
+    """Redirect closed standard streams to /dev/null: otherwise a file opened later gets their descriptor, and drivers'
+    output. Replace characters that a stream cannot encode or decode, instead of failing."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -103,20 +102,20 @@ def _standard_streams() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as an interrupt does, so that files half written are removed; exit code 143 or
-    129. A hangup that is ignored already (nohup) stays so."""
+    """Raise SystemExit on SIGTERM and SIGHUP in the block, so that temporary files are removed; exit code 143 or 129.
+    An ignored SIGHUP (nohup) stays ignored."""
     wanted = {signal.SIGTERM: "terminated"}
     if (hangup := getattr(signal, "SIGHUP", None)) is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         wanted[hangup] = "hung up"
 
     def stop(signum: int, frame: object) -> NoReturn:
-        for other in wanted:  # a second one must not end the removal
+        for other in wanted:  # a second signal must not interrupt the cleanup
             signal.signal(other, signal.SIG_IGN)
-        with suppress(OSError):  # after a hangup there may be no terminal to write to
+        with suppress(OSError):  # after a hangup the terminal may be gone
             print(wanted[signal.Signals(signum)], file=sys.stderr)
         raise SystemExit(128 + signum)
 
-    if threading.current_thread() is not threading.main_thread():  # only there can it be caught
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
     before = {number: signal.signal(number, stop) for number in wanted}
@@ -128,14 +127,14 @@ def terminable() -> Iterator[None]:
 
 
 def positive(text: str) -> int:
-    """For arguments that are at least 1."""
+    """Parse an integer of at least 1."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def amount(text: str) -> float:
-    """For arguments that are finite and above 0, such as seconds."""
+    """Parse a finite number above 0, such as seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -146,7 +145,7 @@ def amount(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """For arguments in bytes: 16GiB, 500MB, 4096."""
+    """Parse bytes: 16GiB, 500MB, 4096."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -154,7 +153,7 @@ def size(text: str) -> int:
 
 
 def describe(error: Exception) -> str:
-    """One line; kinds that no user causes say how to see more."""
+    """An error as one line; internal errors mention HYBRID_DEBUG."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = " ".join(str(error).split())

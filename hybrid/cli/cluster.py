@@ -1,4 +1,4 @@
-"""The Ray cluster of --ray: one of this process's own, which nobody else gets into, or a running one that is joined."""
+"""The Ray cluster of --ray: a private local one, or a running one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from typing import Any
 
 from hybrid.cli import terminable
 
-if find_spec("ray") is None:  # said at once, although Ray is imported later
+if find_spec("ray") is None:  # fail early, although Ray is imported later
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
 SHORT = None if sys.platform == "win32" else "/tmp"
-"""Where an own cluster's folder is: the paths of its sockets may have about a hundred characters."""
+"""Parent of a local cluster's folder: short, since socket paths are limited to about a hundred characters."""
 
 
 @contextmanager
 def cluster(address: str | None = None) -> Iterator[None]:
-    """Ray, until the block ends. Ray reads its environment when it is imported, so whoever uses it imports it in the
-    block.
+    """Context manager of an initialised Ray. Import Ray inside the block: it reads its environment on import.
 
-    address: a running cluster's, joined with the user's token. Without one a cluster is started that listens on the
-    loopback address, for those who have its token: the processes that it starts. ValueError where there is none to
-    join."""
+    address: of a running cluster, joined with the user's token. Without one, starts a cluster on the loopback address,
+    whose token only its own processes have. ValueError if the cluster cannot be joined."""
     if "ray" in sys.modules:
-        raise RuntimeError("Ray was imported before its cluster was described: it would let others in")
+        raise RuntimeError("Ray was imported before its cluster was described: it would be open to other users")
     with terminable(), ExitStack() as stack:
         terminated = signal.getsignal(signal.SIGTERM)
         options: dict[str, Any] = {"address": address}
@@ -38,11 +36,10 @@ def cluster(address: str | None = None) -> Iterator[None]:
             os.environ.update(
                 RAY_AUTH_MODE="token",
                 RAY_AUTH_TOKEN=secrets.token_hex(32),
-                # no cluster of several machines, on any system: 127.0.0.1 is its own name
+                # single machine on all systems: 127.0.0.1
                 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
             )
-            # Ray makes its folders writable for everybody and its logs readable; those outside do not get through this
-            # one.
+            # Ray's folders are world-writable and its logs world-readable; this private parent folder protects them.
             folder = stack.enter_context(TemporaryDirectory(prefix="hybrid-", dir=SHORT, ignore_cleanup_errors=True))
             options = {"address": "local", "_temp_dir": os.path.join(folder, "ray")}
         elif os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -59,5 +56,5 @@ def cluster(address: str | None = None) -> Iterator[None]:
                 f"cannot join a Ray cluster at {address}; if it asks for a token, set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a "
                 "file that holds it"
             ) from None
-        signal.signal(signal.SIGTERM, terminated)  # Ray's own would end with an exit code of its own
+        signal.signal(signal.SIGTERM, terminated)  # Ray's handler exits with another code
         yield

@@ -1,5 +1,4 @@
-"""How far long work is, on standard error: a bar on a terminal; elsewhere a plain line now and then, as logs have
-them."""
+"""Progress of long work on standard error: a bar on a terminal, otherwise occasional log lines."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from hybrid.core.units import show_count
 
 T = TypeVar("T")
 FIRST, EVERY = 10.0, 30.0
-"""Seconds before the first plain line, and from each to the next: short work says nothing."""
+"""Seconds before the first log line, and between lines."""
 
 
 @contextmanager
 def progress_bar(
     total: int, name: str, wanted: bool, unit: str, after: float = 0.0
 ) -> Iterator[Callable[[int], object]]:
-    """Yields what is called with how much of `total` was done since the last call. The bar (on a terminal, or `wanted`)
-    appears once `after` seconds have passed."""
+    """Yields a function that advances the progress towards `total`. The bar (on a terminal, or if `wanted`) appears
+    after `after` seconds."""
     if not wanted and not sys.stderr.isatty():
         with plain_lines(total, name, unit) as advance:
             yield advance
@@ -34,7 +33,7 @@ def progress_bar(
 
 
 def tracked(items: Sequence[T], name: str) -> Iterator[T]:
-    """The items, one after another, with a progress bar."""
+    """Iterate over items with a progress bar."""
     with progress_bar(len(items), name, False, "", after=1.0) as advance:
         for item in items:
             yield item
@@ -43,7 +42,7 @@ def tracked(items: Sequence[T], name: str) -> Iterator[T]:
 
 @contextmanager
 def plain_lines(total: int, name: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """A line such as `tests: 3 of 12, 40 s`, said by a thread of its own: a step that takes minutes is no silence."""
+    """Log lines such as `tests: 3 of 12, 40 s`, printed by a thread, so that long steps also report."""
     done, begin, ended = [0], time.monotonic(), threading.Event()
 
     def advance(amount: int = 1) -> None:

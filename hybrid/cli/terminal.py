@@ -1,4 +1,4 @@
-"""Turns from a terminal: with editing where readline is there; a paste of many lines is one turn."""
+"""Read messages from a terminal: line editing with readline if present; a multi-line paste is one message."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import sys
 from collections.abc import Callable
 
 PROMPT, MORE = "> ", "... "
-PASTE_SECONDS = 0.05  # lines that follow each other faster were not typed
+PASTE_SECONDS = 0.05  # lines at shorter intervals are a paste
 
 
 def reader() -> Callable[[], str]:
-    """Reads a turn at the prompt; EOFError at the end. Standard output gets no prompt when it is no terminal.
+    """A function that reads a message; it raises EOFError at the end. Prints no prompt if standard output is not a
+    terminal.
 
-    Terminals mark a paste where GNU readline asks them to: it is then one line with line ends in it. Elsewhere lines
-    that come together are one turn, unless they were there before the prompt: those were typed ahead. A line that ends
-    in a backslash goes on in the next."""
+    With GNU readline the terminal marks a paste, which is then one line with line breaks. Otherwise lines that arrive
+    together are one message, except lines typed before the prompt. A line that ends in a backslash continues in the
+    next."""
     _mark_pastes()
 
     def line(prompt: str) -> str:
@@ -31,7 +32,7 @@ def reader() -> Callable[[], str]:
     def read() -> str:
         ahead = _waiting(0.0)
         lines = [line(PROMPT)]
-        with contextlib.suppress(EOFError):  # the end of this turn
+        with contextlib.suppress(EOFError):  # the end of this message
             while (goes_on := lines[-1].endswith("\\")) or (not ahead and _waiting(PASTE_SECONDS)):
                 if goes_on:
                     lines[-1] = lines[-1][:-1]
@@ -42,17 +43,16 @@ def reader() -> Callable[[], str]:
 
 
 def _mark_pastes() -> None:
-    """Editing, and marks around pastes (bracketed paste), which Python switches off in GNU readline and libedit
-    lacks."""
+    """Enable line editing and bracketed paste, which Python disables in GNU readline and libedit lacks."""
     if importlib.util.find_spec("readline"):
-        readline = importlib.import_module("readline")  # input() uses it once it is loaded
+        readline = importlib.import_module("readline")  # input() uses it after the import
         if "libedit" not in (readline.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb":
             readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def _waiting(seconds: float) -> bool:
-    """Is there something to read, or within so many seconds?"""
+    """Whether standard input becomes readable within `seconds`."""
     try:
         return bool(select.select([sys.stdin], [], [], seconds)[0])
-    except (OSError, ValueError):  # a stream that cannot be waited for
+    except (OSError, ValueError):  # a stream without select support
         return False

@@ -1,4 +1,4 @@
-"""Checkpoints from one format and storage type to another: `convert`, and the command python -m hybrid.convert."""
+"""Convert checkpoints between formats and storage types: `convert`, and the command python -m hybrid.convert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Format = Literal["gguf", "hf"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion wrote."""
+    """Result of a conversion."""
 
     paths: tuple[str, ...]
     """The files with tensors, in order."""
@@ -31,10 +31,10 @@ class Report:
     types: dict[str, int]
     """Tensors by storage type."""
     fallbacks: dict[str, str]
-    """Matrices whose rows are no whole number of the wanted type's blocks, and the type they got."""
+    """Matrices with rows that are not whole blocks of the requested type -> the type used instead."""
     seconds: float
     removed: tuple[str, ...] = ()
-    """Unfinished files of runs that were killed, in the target's folder."""
+    """Removed temporary files of killed runs in the target's folder."""
 
     def line(self) -> str:
         types = ", ".join(f"{n} {t}" for t, n in self.types.items())
@@ -48,7 +48,7 @@ class Report:
 
 
 def planned(source: Checkpoint, wanted: Wanted) -> Types:
-    """The storage type of every tensor. CheckpointError for one that cannot be written."""
+    """The storage type of every tensor. CheckpointError for a read-only type."""
     return plan_types({n: (source.dtype(n), source.shape(n)) for n in source.names}, wanted)
 
 
@@ -65,14 +65,13 @@ def convert(
 ) -> Report:
     """Write `source` as a GGUF file or a Hugging Face folder, its matrices as `wanted`, its vectors as float32.
 
-    Tensors already of the wanted type are copied bit for bit. split: bytes of tensors in one file at most; GGUF files
-    are then named NAME-00001-of-0000N.gguf. jobs: blocks of rows at work at once; memory is less than 100 MB for each,
-    whatever the model's size. `progress` gets the bytes written since the last call. Every tensor's sha256 is kept
-    with it (verify). The target appears complete or not at all; one that exists is kept unless `force`. What killed
-    runs left unfinished in its folder is removed first.
-    Raises CheckpointError for a target that is in the way and for values that a type cannot hold.
+    Tensors of the requested type are copied exactly. split: most bytes of tensors in a file; GGUF parts are named
+    NAME-00001-of-0000N.gguf. jobs: concurrent blocks of rows, each with less than 100 MB of memory. progress: gets the
+    bytes written since the last call. Stores every tensor's sha256 (verify). The target is written atomically, and an
+    existing one is kept unless `force`. Removes temporary files of killed runs first.
+    Raises CheckpointError for an existing target and for values beyond a type's range.
     """
-    from hybrid.convert import to_gguf, to_hf  # inspect needs the types alone
+    from hybrid.convert import to_gguf, to_hf  # lazy: hybrid.inspect needs only the types
     from hybrid.convert.blocks import default_jobs
     from hybrid.convert.shards import fill
     from hybrid.convert.unfinished import remove_stale
@@ -92,7 +91,7 @@ def convert(
         source, kinds = to_hf.apart(source, family, types.kinds)
         made = to_hf.shards(source, family, target, kinds, dtype, split, force)
     with made as (paths, shards):
-        _check_room(target, sum(s.size for s in shards))
+        _check_space(target, sum(s.size for s in shards))
         fill(source, shards, jobs or default_jobs(), family.hf_norm_offset if format == "hf" else 0.0, progress)
     removed += remove_stale(folder, replaced=True)
     return Report(
@@ -106,14 +105,16 @@ def convert(
     )
 
 
-def _check_room(target: Path, size: int) -> None:
+def _check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(target.absolute().parent).free
     if size > free:
-        raise CheckpointError(f"{target} takes {show_bytes(size)}, and its disk has {show_bytes(free)} left: make room")
+        raise CheckpointError(
+            f"{target} takes {show_bytes(size)}, and its disk has {show_bytes(free)} left: free some space"
+        )
 
 
 def total_bytes(source: Checkpoint, wanted: Wanted) -> int:
-    """Bytes of tensors that a conversion will write."""
+    """Total bytes of tensors that a conversion writes."""
     from hybrid.convert.shards import tensor_sizes
 
     return sum(tensor_sizes(source, planned(source, wanted).kinds).values())

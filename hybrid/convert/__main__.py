@@ -21,7 +21,7 @@ EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 129 hung up
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m hybrid.convert",
-        description="A checkpoint in another format or storage type, or the check of one that was converted here.",
+        description="Convert a checkpoint to another format or storage type, or verify a converted one.",
         epilog=EXIT,
     )
     p.add_argument("src", nargs="?", type=Path, metavar="SRC", help=".gguf file or Hugging Face directory")
@@ -29,10 +29,10 @@ def parser() -> argparse.ArgumentParser:
         "dst", nargs="?", metavar="DST", help=".gguf file to write; a folder (or NAME/) for Hugging Face's format"
     )
     add_types(p, default=" (the default)")
-    p.add_argument("--format", choices=("gguf", "hf"), help="of what is written (by DST)")
-    p.add_argument("--split", type=size, metavar="SIZE", help="several files of at most SIZE, such as 4GiB")
+    p.add_argument("--format", choices=("gguf", "hf"), help="format to write (by DST)")
+    p.add_argument("--split", type=size, metavar="SIZE", help="split into files of at most SIZE, such as 4GiB")
     p.add_argument(
-        "--jobs", type=positive, metavar="N", help="blocks of rows worked on at once (one per processor, at most 8)"
+        "--jobs", type=positive, metavar="N", help="concurrent blocks of rows (one per processor, at most 8)"
     )
     p.add_argument("--force", action="store_true", help="replace what exists")
     p.add_argument(
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_types(p: argparse.ArgumentParser, default: str = "") -> None:
-    """--type and --type-CLASS; shared with hybrid.inspect."""
+    """Add --type and --type-CLASS; shared with hybrid.inspect."""
     known = (*WEIGHT_TYPES, SAME)
     kept = [t for t in WEIGHT_TYPES if t not in WRITABLE_TYPES]
     text = f"of the matrices: {', '.join(WRITABLE_TYPES)}; or {SAME}, as stored{default} ({', '.join(kept)} can only be kept)"
@@ -126,9 +126,9 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"ok": not found.wrong, **asdict(found)}))
     elif not found.wrong:
-        print(f"{args.verify}: {found.tensors} tensors, {found.bytes / 1e6:.1f} MB: all as they were written")
+        print(f"{args.verify}: {found.tensors} tensors, {found.bytes / 1e6:.1f} MB: all digests match")
     for name in found.wrong:
-        print(f"error: {name} is not what was written: fetch or convert the file again", file=sys.stderr)
+        print(f"error: {name} does not match its digest: fetch or convert the file again", file=sys.stderr)
     return 1 if found.wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all: written under names that nothing loads, renamed at the end."""
+"""Atomic writes: files are written under temporary names and renamed at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid.convert.unfinished import part_name
 
 
 def check_free(targets: Sequence[Path], force: bool) -> None:
-    """CheckpointError where a target cannot be written, or exists and may not be replaced."""
+    """CheckpointError if a target cannot be written, or exists without `force`."""
     for target in targets:
         parent = target.absolute().parent
         if target.is_dir():
@@ -26,9 +26,9 @@ def check_free(targets: Sequence[Path], force: bool) -> None:
 
 @contextmanager
 def atomic_files(targets: Sequence[Path], force: bool) -> Iterator[list[Path]]:
-    """Temporary paths which become `targets` when the block ends well and are removed when it does not.
+    """Temporary paths that are renamed to `targets` if the block succeeds, and removed if it fails.
 
-    The first target is renamed last: it is the one that users name, so a set is complete once it is there.
+    The first target, which users name, is renamed last: once it exists, the set is complete.
     """
     check_free(targets, force)
     parts = [part_name(t) for t in targets]
@@ -46,7 +46,7 @@ def atomic_files(targets: Sequence[Path], force: bool) -> Iterator[list[Path]]:
 
 
 def _replace(pairs: Sequence[tuple[Path, Path]]) -> None:
-    """Rename every (part, target); when one fails, the targets are again what they were."""
+    """Rename every (part, target). If a rename fails, restores all targets."""
     done: list[tuple[Path, Path | None]] = []
     try:
         for part, target in pairs:
@@ -70,8 +70,8 @@ def _replace(pairs: Sequence[tuple[Path, Path]]) -> None:
 
 @contextmanager
 def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
-    """A temporary folder which becomes `target`. With `force` an existing model folder takes over its files, and
-    loses the tensor files that are not among them."""
+    """A temporary folder that becomes `target`. With `force` its files replace those of an existing model folder, whose
+    other tensor files are removed."""
     check_folder(target, force)
     part = part_name(target)
     try:
@@ -93,7 +93,7 @@ def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
 
 @contextmanager
 def _named(target: Path) -> Iterator[None]:
-    """Errors of writing, such as a full disk, say what was being written."""
+    """Add the target's path to write errors such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -127,7 +127,7 @@ def _take_over(part: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """To the disk: a rename must not outlive what it names. Folders cannot be opened on every system."""
+    """fsync a file or folder, so that a rename is never durable before its data. Some systems cannot open folders."""
     if path.is_dir() and os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -1,6 +1,6 @@
-"""Tensors as encoded bytes, block of rows by block of rows: several at work at once, delivered in order.
+"""Encode tensors in blocks of rows, concurrently, with results in order.
 
-Memory is a few blocks for each worker, whatever the tensors' sizes; NumPy and file reads let go of Python's lock.
+Memory is a few blocks for each worker. NumPy and file reads release the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.quant.codec import dequantise, quantise, row_blocks, to_ggml
 
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in float32
-MAX_JOBS = 8  # beyond that the disk, or the hashing of what is written, is the limit
+MAX_JOBS = 8  # more are limited by the disk or by hashing
 
 
 def default_jobs() -> int:
@@ -28,9 +28,9 @@ def default_jobs() -> int:
 def encoded(
     source: Checkpoint, kinds: Mapping[str, str], jobs: int, norm_offset: float
 ) -> Generator[tuple[str, np.ndarray], None, None]:
-    """(tensor, its next bytes as uint8 [n]) for `kinds` (name -> type to write), in order.
+    """Yield (tensor, its next bytes as uint8 [n]) for `kinds` (name -> type to write), in order.
 
-    `norm_offset` is taken off norm weights. CheckpointError names the tensor whose values cannot be written.
+    norm_offset: subtracted from norm weights. CheckpointError names a tensor with invalid values.
     """
     pending: deque[tuple[str, Future[np.ndarray]]] = deque()
     with ThreadPoolExecutor(jobs, "encode") as pool:

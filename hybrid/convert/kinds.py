@@ -1,4 +1,4 @@
-"""Which storage type each tensor gets: classes of tensors as data, a wanted type for each, and what fits a row."""
+"""Choose each tensor's storage type, by the requested type of its class and the length of its rows."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hybrid.core.numeric import np
 __all__ = ["CLASSES", "SAME", "Types", "Wanted", "class_of", "grouped", "main_type", "plan_types"]
 
 SAME = "same"
-"""Wanted type that keeps what the source has."""
+"""Requested type that keeps the source's type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Storage types as asked for: of all matrices, and of classes of them where they differ."""
+    """Requested storage types: a default for matrices, and overrides by class."""
 
     dtype: str
     by_class: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, kind: str) -> str:
-        """The output matrix, where it is not the embedding itself, goes with the embedding, and so does the table of
-        inputs to layers. The streams' matrices are quantised only where that is asked for of them."""
+        """The requested type of a class. An untied output matrix and the per-layer embedding table default to the
+        embedding's type. The streams' matrices are quantised only by their own option."""
         default = self.by_class.get("embed", self.dtype) if kind in ("head", "table") else self.dtype
         if kind == "streams" and default != SAME and DTYPES[default].quantised:
             default = SAME
@@ -37,15 +37,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """Storage type of every tensor, in file order, and the matrices that could not have the wanted one."""
+    """Storage type of every tensor, in file order, and matrices that fell back to another type."""
 
     kinds: Mapping[str, str]
     fallbacks: Mapping[str, str]
 
 
 def plan_types(tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wanted, writing: bool = True) -> Types:
-    """Types for `tensors` (name -> stored type and shape). CheckpointError, if `writing`, for a type that can only be
-    read."""
+    """Types for `tensors` (name -> stored type and shape). If `writing`, CheckpointError for a read-only type."""
     kinds: dict[str, str] = {}
     fallbacks: dict[str, str] = {}
     for name, (stored, shape) in tensors.items():
@@ -67,21 +66,20 @@ def plan_types(tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wante
 
 
 def grouped(fallbacks: Mapping[str, str]) -> list[str]:
-    """One line for each kind of tensor that could not have the wanted type."""
+    """One line for each kind of tensor that fell back to another type."""
     counts = Counter((part_of(name), kind) for name, kind in fallbacks.items())
     return [f"{n} x {name}: written as {kind}, whose blocks its rows fill" for (name, kind), n in counts.items()]
 
 
 def _fitting(kind: str, width: int) -> str:
-    """The type, or for rows that are no whole number of its blocks the next better one, as llama.cpp's quantiser
-    chooses."""
+    """The type, or if rows are not whole blocks the next larger type, as in llama.cpp's quantiser."""
     while width % DTYPES[kind].block:
         kind = FILE_TYPES[kind].narrower
     return kind
 
 
 def main_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The type that most elements of the layers' matrices have: what a file is named after."""
+    """The most common type of elements in the layers' matrices, used in file names."""
     sizes: Counter[str] = Counter()
     for name, kind in kinds.items():
         if not is_exact(name, shapes[name]) and class_of(name) in ("attn", "ffn"):

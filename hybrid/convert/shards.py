@@ -1,4 +1,4 @@
-"""One or several files that hold tensors: where each tensor's bytes go, and the pass that fills them."""
+"""Divide tensors over files, and write their bytes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ Seal = Callable[[Path, Mapping[str, str]], None]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file whose header is written. `seal` puts the tensors' digests (name -> sha256, hex) into it at the end."""
+    """A file with a written header. `seal` writes the tensors' digests (name -> sha256, hex) into the header."""
 
     path: Path
     kinds: Mapping[str, str]
     offsets: Mapping[str, int]
-    """Byte at which each tensor begins."""
+    """Byte offset of each tensor."""
     size: int
     """Bytes of the finished file."""
     seal: Seal
     called: Mapping[str, str]
-    """What the file calls the tensors."""
+    """Tensor names in the file."""
     shapes: Mapping[str, tuple[int, ...]]
-    """As the file has them."""
+    """Tensor shapes in the file."""
 
 
 def divide(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
-    """Names in order, in groups of at most `most` bytes (None: one group); a larger tensor is a group of its own."""
+    """Group names, in order, into groups of at most `most` bytes (None: one group); a larger tensor has its own
+    group."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -48,7 +49,7 @@ def divide(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
 
 
 def shard_paths(target: Path, count: int) -> list[Path]:
-    """`m.gguf` -> `m-00001-of-00003.gguf`, ...; itself where there is one."""
+    """`m.gguf` -> `m-00001-of-00003.gguf`, ...; unchanged for a single file."""
     if count == 1:
         return [target]
     return [target.with_name(f"{target.stem}-{i + 1:05}-of-{count:05}{target.suffix}") for i in range(count)]
@@ -59,14 +60,14 @@ def tensor_sizes(source: Checkpoint, kinds: Mapping[str, str]) -> dict[str, int]
 
 
 def digest_of(name: str, dtype: str, shape: Sequence[int]) -> hashlib._Hash:
-    """sha256 of a tensor's name in its file, its type and shape; its bytes there are to follow."""
+    """A sha256 object updated with a tensor's name, type and shape in its file; update it with the bytes."""
     return hashlib.sha256(f"{name} {dtype} {','.join(map(str, shape))}\n".encode())
 
 
 def fill(
     source: Checkpoint, shards: Sequence[Shard], jobs: int, norm_offset: float, progress: Callable[[int], object]
 ) -> None:
-    """Write every tensor's bytes and the digests of them. `progress` gets the bytes written since the last call."""
+    """Write every tensor's bytes and digest. `progress` gets the bytes written since the last call."""
     for shard in shards:
         digests: dict[str, str] = {}
         with (
@@ -88,7 +89,7 @@ def fill(
 
 
 def _by_tensor(pieces: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
-    """Consecutive pieces of one tensor together."""
+    """Group consecutive pieces by tensor."""
     held = next(pieces, None)
 
     def of(name: str) -> Iterator[np.ndarray]:

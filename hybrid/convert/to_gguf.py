@@ -1,4 +1,4 @@
-"""The GGUF side: headers through the gguf package, one file or llama.cpp's shards, digests in the metadata."""
+"""Write GGUF: headers with the gguf package, one file or llama.cpp's shards, digests in the metadata."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:  # the import takes a quarter of a second
     from gguf import GGUFWriter
 
 DIGESTS = "hybrid.sha256"
-"""Metadata: a text for each tensor of the file, its digest (hybrid.convert.shards.digest_of) in hex, a space, its
+"""Metadata key: for each tensor of the file a text of its digest (hybrid.convert.shards.digest_of) in hex, a space, its
 name."""
 HEADER_DIGEST = "hybrid.sha256.header"
-"""Metadata, the last value: sha256 of all bytes before the tensors' data, in hex, taken with zeros in its own place."""
+"""Last metadata key: hex sha256 of all bytes before the tensors' data, computed with zeros in place of the digest."""
 
 ALIGNMENT = 32
 _HEX = 64
-_MAX_SHARDS = 4096  # what readers take
+_MAX_SHARDS = 4096  # readers' limit
 _UNKNOWN = "0" * _HEX
 
 
 def targets(source: Checkpoint, target: Path, kinds: Mapping[str, str], split: int | None) -> list[Path]:
-    """The files that `shards` will write. CheckpointError for a split into too many."""
+    """The files that `shards` writes. CheckpointError for too many parts."""
     count = len(divide(tensor_sizes(source, kinds), split))
     if count > _MAX_SHARDS:
         raise CheckpointError(f"--split makes {count} files; at most {_MAX_SHARDS} are possible: give a larger size")
@@ -45,9 +45,9 @@ def targets(source: Checkpoint, target: Path, kinds: Mapping[str, str], split: i
 def shards(
     source: Checkpoint, target: Path, kinds: Mapping[str, str], dtype: str, split: int | None, force: bool
 ) -> Iterator[tuple[list[Path], list[Shard]]]:
-    """Files with their headers, to be filled; they become the targets when the block ends well.
+    """Temporary files with headers, to be filled; renamed to the targets if the block succeeds.
 
-    The first shard has all metadata; the others say only which they are, as llama.cpp's own tools write them.
+    The first shard has all metadata; the others have only their index, as written by llama.cpp's tools.
     """
     from gguf import GGUFWriter
 
@@ -71,7 +71,7 @@ def shards(
 
 
 def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[str, str]) -> Shard:
-    """Write the header, with room for the digests as its last values."""
+    """Write the header, with space for the digests as its last values."""
     from gguf import GGMLQuantizationType
 
     writer.add_array(DIGESTS, [f"{_UNKNOWN} {name}" for name in kinds])
@@ -100,8 +100,8 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
 
 
 def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mapping[str, str]) -> None:
-    """Strings are a u64 length and their bytes; a value is a key, its u32 type and itself. The header's digest ends at
-    byte `end`, the array before it where its key begins."""
+    """Write the digests into the header. A string is a u64 length and its bytes; a metadata entry is key, u32 type,
+    value. The header's digest ends at byte `end`; the array of digests ends where the header digest's key begins."""
     with open(path, "r+b") as file:
         at = end - len(_own_place())
         for name in reversed(names):
@@ -116,7 +116,7 @@ def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mappin
 
 
 def _own_place() -> bytes:
-    """The header's digest as metadata has it, with zeros."""
+    """The metadata entry of the header's digest, with zeros."""
     key = HEADER_DIGEST.encode()
     from gguf import GGUFValueType
 
@@ -124,7 +124,8 @@ def _own_place() -> bytes:
 
 
 def header_digest(header: bytes) -> str:
-    """Of the bytes before the tensors' data, whatever stands in the digest's place. ValueError where there is none."""
+    """Digest of the bytes before the tensors' data, regardless of a stored digest. ValueError if there is no place for
+    one."""
     before = _own_place()[:-_HEX]
     at = header.rindex(before) + len(before)
     return hashlib.sha256(header[:at] + _UNKNOWN.encode() + header[at + _HEX :]).hexdigest()

@@ -1,7 +1,6 @@
-"""The Hugging Face side: a folder of safetensors, config.json and tokenizer files, which transformers loads too.
+"""Write Hugging Face directories: safetensors, config.json and tokenizer files, also loadable by transformers.
 
-The safetensors package writes tensors that are whole in memory and knows no bf16 without torch: the header, a line of
-JSON, is written here.
+The header of safetensors is written here: the package needs whole tensors in memory, and torch for bf16.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from hybrid.core.tensor import Tensor
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 DIGEST = "sha256."
-"""Key of a tensor's digest in the file's __metadata__, before the tensor's name in the file."""
+"""Prefix of a tensor's digest key in the file's __metadata__; the tensor's name in the file follows."""
 HEADER_DIGEST = "sha256"
-"""Key of the digest of the header there, length and JSON, taken with zeros in its own place."""
+"""Key in __metadata__: digest of the header (length and JSON), computed with zeros in place of the digest."""
 SUMS = "SHA256SUMS"
-"""File with the digests of all files without tensors, as sha256sum writes it."""
+"""File with digests of all files without tensors, in sha256sum's format."""
 
 _UNKNOWN = "0" * 64
 
@@ -46,8 +45,8 @@ def shards(
     split: int | None,
     force: bool,
 ) -> Iterator[tuple[list[Path], list[Shard]]]:
-    """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`. `source` and `kinds`
-    are those that `apart` gives."""
+    """Like to_gguf.shards: a temporary folder with everything except tensor data, renamed to `target`. Get `source` and
+    `kinds` from `apart`."""
     hp = source.hparams
     made_apart = {part for stem in family.stacks(hp) for part in family.parts(hp, f"{stem}.weight")}
     wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
@@ -74,8 +73,8 @@ def shards(
 
 
 def apart(source: Checkpoint, family: Family, kinds: Mapping[str, str]) -> tuple[Checkpoint, dict[str, str]]:
-    """The checkpoint with tensors as Hugging Face's files divide them, and their types: the matrices of a stack apart,
-    by their names there, and without what only GGUF has."""
+    """The checkpoint with Hugging Face's tensors, and their types: stacked matrices as separate tensors under Hugging
+    Face's names, without GGUF-only tensors."""
     entries: dict[str, Entry] = {}
     types: dict[str, str] = {}
     for name, kind in kinds.items():
@@ -90,7 +89,7 @@ def apart(source: Checkpoint, family: Family, kinds: Mapping[str, str]) -> tuple
 
 
 def _rows_of(source: Checkpoint, name: str, first: int, last: int) -> Entry:
-    """Some rows of a matrix as a tensor of its own."""
+    """Rows of a matrix as a separate tensor."""
 
     def rows(start: int, stop: int) -> Tensor:
         return source.rows(name, first + start, first + stop)
@@ -131,13 +130,13 @@ def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapp
 
 
 def header_digest(header: bytes, own: str) -> str:
-    """Of a file's length and JSON, in which `own` is the digest that it holds."""
+    """Digest of a header (length and JSON). own: the digest that it contains."""
     place, zeros = (f'"{HEADER_DIGEST}":"{value}"'.encode() for value in (own, _UNKNOWN))
     return hashlib.sha256(header.replace(place, zeros, 1)).hexdigest()
 
 
 def _write_rest(folder: Path, source: Checkpoint, family: Family, dtype: str) -> None:
-    """Everything but tensors: made from the checkpoint; tokenizer files are copied where the source has them."""
+    """Write all files without tensors; copies the source's tokenizer files if there are any."""
     _json(folder / "config.json", config(family, source, dtype))
     _json(folder / "generation_config.json", generation_config(source))
     copied = []

@@ -1,4 +1,4 @@
-"""Files of runs that were killed: which they are, and their removal by a later run."""
+"""Find and remove temporary files of killed runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from functools import cache
 from pathlib import Path
 
 _NAME = re.compile(r"\.(?P<target>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)(?P<old>\.old)?\.part", re.DOTALL)
-_FOREIGN_AGE = 24 * 3600.0  # seconds without a write after which nobody elsewhere can be at work on it
+_FOREIGN_AGE = 24 * 3600.0  # seconds without a write before another machine's file is stale
 
 
 def part_name(target: Path, old: bool = False) -> Path:
-    """Where a target is while it is unfinished (`old`: what it replaces, until it has): hidden, in the same folder,
-    with a suffix that no reader takes, and the process whose it is."""
+    """The temporary name of a target: hidden, in the same folder, with an unknown suffix and the process id. old: the
+    name of a replaced file until the end."""
     return target.with_name(f".{target.name}.{_host()}-{os.getpid()}{'.old' if old else ''}.part")
 
 
 def remove_stale(folder: Path, replaced: bool = False) -> list[Path]:
-    """Remove what processes that have ended left unfinished in a folder; `replaced`: what they put aside too, where a
-    new file stands in its place. Files of other machines are left for a day. Returns what was removed."""
+    """Remove temporary files of dead processes from a folder. replaced: also replaced files, if the new file exists.
+    Files of other machines are kept for a day. Returns the removed paths."""
     removed = []
     for path, found in _unfinished(folder):
         if found["old"] and not (replaced and (folder / found["target"]).exists()):
@@ -36,7 +36,7 @@ def remove_stale(folder: Path, replaced: bool = False) -> list[Path]:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except (FileNotFoundError, PermissionError):  # another run was first, or it is another user's
+        except (FileNotFoundError, PermissionError):  # removed by another run, or owned by another user
             continue
         removed.append(path)
     return removed
@@ -49,8 +49,7 @@ def _unfinished(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def _over(path: Path, host: str, pid: int) -> bool:
-    """Whether the process that wrote a file has ended: there is none of its number, or one that is younger than the
-    file."""
+    """Whether the process that wrote a file is dead: no process has its id, or one that is younger than the file."""
     age = time.time() - max(p.stat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ())))
     if host != _host():
         return age > _FOREIGN_AGE
@@ -58,14 +57,14 @@ def _over(path: Path, host: str, pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it lives, and is another user's
+    except OSError:  # alive, owned by another user
         return False
     running = _seconds_since_start(pid)
     return running is not None and running < age
 
 
 def _seconds_since_start(pid: int) -> float | None:
-    """None on systems that do not say."""
+    """Age of a process in seconds; None if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -75,7 +74,7 @@ def _seconds_since_start(pid: int) -> float | None:
 
 @cache
 def _host() -> str:
-    """Where process numbers mean the same: the machine, and on Linux the container."""
+    """Identifier of the process id namespace: the machine and, on Linux, the container."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,5 +1,5 @@
-"""Digests kept in converted files, and the check of files against their own: tensors, by name, with their types and
-shapes; headers with all metadata; of a folder every other file."""
+"""Verify converted files against their stored digests: tensors with names, types and shapes; headers with all metadata;
+every other file of a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHER = "another program wrote it, or an earlier version of this one: there is 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a verification found. `wrong`: what is not as it was written: tensors, headers, files."""
+    """Result of a verification. wrong: modified tensors, headers and files."""
 
     files: tuple[str, ...]
     tensors: int
@@ -48,7 +48,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Digests of tensors, still to be compared; `wrong` is what headers and small files have shown already."""
+    """Stored digests of tensors. wrong: headers and small files that already failed."""
 
     files: tuple[str, ...]
     sums: tuple[_Sum, ...]
@@ -61,8 +61,7 @@ class Kept:
 
 
 def digests(path: Path) -> Kept:
-    """What a checkpoint's files keep. CheckpointError where there is nothing to compare with, or a file is no
-    checkpoint."""
+    """The stored digests of a checkpoint's files. CheckpointError if there are none, or a file is not a checkpoint."""
     files = files_of(path)
     kept = [_of_safetensors(file) if path.is_dir() else _of_gguf(file) for file in files]
     wrong = [w for _, found in kept for w in found]
@@ -72,7 +71,7 @@ def digests(path: Path) -> Kept:
 
 
 def verify(kept: Kept, progress: Callable[[int], object] = lambda done: None) -> Checked:
-    """Read every tensor's bytes and compare. `progress` gets the bytes read since the last call."""
+    """Read and check every tensor. `progress` gets the bytes read since the last call."""
     wrong = list(kept.wrong)
     for item in kept.sums:
         digest = digest_of(item.stored.name, item.stored.dtype, item.stored.shape)
@@ -109,7 +108,7 @@ def _pieces(item: _Sum) -> Iterator[np.ndarray]:
 
 
 def _matched(path: Path, stored: Mapping[str, Stored], kept: Mapping[str, str]) -> tuple[Sequence[_Sum], list[str]]:
-    """Tensors with the digests that bear their names, and those that only one side has."""
+    """(tensors with digests, lines on tensors or digests without a counterpart)."""
     unknown = next((t for t in stored.values() if t.file is None), None)
     if unknown is not None:
         raise CheckpointError(f"{path}: tensor {unknown.name} is stored as {unknown.dtype}, which is not known here")
@@ -157,7 +156,7 @@ def _of_safetensors(path: Path) -> tuple[Sequence[_Sum], list[str]]:
 
 
 def _other_files(folder: Path) -> list[str]:
-    """Files named in the folder's list that are not what it says."""
+    """Files of SHA256SUMS with another digest."""
     sums = folder / to_hf.SUMS
     if not sums.is_file():
         raise CheckpointError(f"{folder} has no {to_hf.SUMS}: {_OTHER}")

@@ -1,8 +1,8 @@
-"""The device protocol: what the Vulkan, NumPy (`cpu`) and NPU backends, and several of them together, offer the engine.
+"""The device protocol: the interface of the Vulkan, NumPy (`cpu`), NPU and multi-device backends.
 
-device.store(decl, value)    a tensor that outlives plans (weights, state, io), by name
-program = device.compile(plan)    everything that costs: allocation, pipelines, descriptors, recording
-ticket = program.submit(times)    starts it; several times in a row with one call
+device.store(decl, value)    allocates a persistent tensor (weights, state, io) by name
+program = device.compile(plan)    all setup work: allocation, pipelines, descriptors, recording
+ticket = program.submit(times)    starts the program `times` times in a row
 device.wait(ticket)
 """
 
@@ -20,7 +20,7 @@ from hybrid.core.tensor import Source, Tensor
 
 @dataclass(slots=True)
 class Counters:
-    """What a device did since it was opened. Gates compare differences of these."""
+    """Device operations since it was opened. Performance gates compare differences of these."""
 
     submits: int = 0
     dispatches: int = 0
@@ -29,7 +29,7 @@ class Counters:
     descriptor_writes: int = 0
     pipelines: int = 0
     recordings: int = 0
-    """Plans made ready to run: command buffers that are submitted again and again."""
+    """Reusable command buffers recorded for plans."""
     transfers: int = 0
     """Command buffers recorded for one copy between host and device: uploads, downloads, fills."""
     bytes_up: int = 0
@@ -52,64 +52,62 @@ class StepTime:
     start: float
     duration: float
     device: str = ""
-    """Which of several devices it ran on; empty: the main one."""
+    """The device it ran on; empty: the main device."""
     within: str | None = None
-    """Name of the step whose dispatch did this one's work too: the time is there."""
+    """The step whose fused dispatch includes this one; that step has the time."""
 
 
 class Program(Protocol):
     plan: Plan
 
     def submit(self, times: int = 1) -> int:
-        """Start the plan `times` times in a row, in one submit; returns a ticket that grows from call to call."""
+        """Start the plan `times` times in a row, in one submit. Returns a ticket; tickets increase."""
         ...
 
     def times(self, ticket: int | None = None) -> Sequence[StepTime]:
-        """Times of the last finished submit, or, where passes overlap, of that with the ticket; empty unless compiled
-        with profile=True."""
+        """Step times of the last finished submit; with overlapping passes, of the submit with this ticket. Empty unless
+        compiled with profile=True."""
         ...
 
     def began(self, ticket: int | None = None) -> float | None:
-        """When that submit began, on the clock of time.perf_counter; None where the device's clock cannot
-        be compared with it, or without profile=True."""
+        """Start of that submit in seconds of time.perf_counter. None without profile=True, or if the device clock
+        cannot be converted."""
         ...
 
 
 class Device(Protocol):
     @property
     def name(self) -> str:
-        """The display name: `cpu`, `vulkan:0 (NVIDIA H200)`. Nothing is read out of it: see `backend`."""
+        """The display name: `cpu`, `vulkan:0 (NVIDIA H200)`. Do not parse it: see `backend`."""
         ...
 
     @property
     def backend(self) -> str:
-        """`cpu`, `vulkan` or `npu`: whose kernels run the steps that a schedule places on `main`."""
+        """`cpu`, `vulkan` or `npu`: the backend that runs steps placed on `main`."""
         ...
 
     @property
     def drives(self) -> AbstractSet[str]:
-        """Names that a step's `device` may have: the backends that this device runs."""
+        """Backends that this device runs: valid values of a step's `device`."""
         ...
 
     @property
     def passes_ahead(self) -> int:
-        """Passes that are worth having in flight: 2 where one runs while the host prepares the next, 1 where submitting
-        is running."""
+        """Passes to keep in flight: 2 for an asynchronous device, 1 where submit runs the pass itself."""
         ...
 
     @property
     def overlaps(self) -> bool:
-        """Whether a pass may begin before the one before it has ended."""
+        """Whether consecutive passes may run at the same time."""
         ...
 
     def few_rows(self, hidden: int) -> int:
-        """Rows of a pass up to which int8 activations pay beside quantised weights, in models of this hidden size; with
-        more it is a batch (Profile.batch)."""
+        """Most rows of a pass for which int8 activations are faster with quantised weights, for this hidden size.
+        Larger passes use the batch profile (Profile.batch)."""
         ...
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
-        """Bytes that the down matrix [H, F] of a sparse feed-forward takes once more on this device, in another layout;
-        0: none."""
+        """Bytes of the column-major copy of a sparse feed-forward's down matrix [H, F]; 0: no copy."""
         ...
 
     @property
@@ -117,43 +115,43 @@ class Device(Protocol):
 
     @property
     def failures(self) -> Sequence[str]:
-        """For reports: why the steps of some backend have moved to its fallback since the device was opened."""
+        """For reports: why a backend's steps moved to its fallback since the device was opened."""
         ...
 
     @property
     def copies(self) -> str:
-        """For reports: tensors shared and copied between the devices of one plan; empty for a single device."""
+        """For reports: tensors shared and copied between a plan's devices; empty for a single device."""
         ...
 
     @property
     def threads(self) -> str:
-        """For reports: how matrix products use the host's processors; empty where they do not."""
+        """For reports: host threads of matrix products; empty if they run on no host thread."""
         ...
 
     @property
     def available(self) -> int | None:
-        """Bytes that may still be allocated for tensors now; None where that is not known."""
+        """Bytes free for tensors now; None if unknown."""
         ...
 
     def has(self, feature: str) -> bool:
-        """Is a capability that schedules and bindings may ask about present and switched on?"""
+        """Whether a capability that schedules and bindings name is present and enabled."""
         ...
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        """Allocate a weight, state or io tensor and fill it: with `value`, with the rows of `parts` one after
-        another (each made when it is needed), or with zeros."""
+        """Allocate a weight, state or io tensor. Fill it with `value`, with the concatenated rows of `parts` (each read
+        lazily), or with zeros."""
         ...
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
-        """A state or io tensor in memory that is there already and that others use too: page-aligned and anonymous
-        (hybrid.core.hostmemory), or, with a dma-buf for each part, another driver's; the descriptors stay the caller's.
-        Who uses it keeps the order. NotShareable where this device cannot."""
+        """Import existing memory as a state or io tensor: page-aligned anonymous pages (hybrid.core.hostmemory), or
+        one dma-buf of another driver for each part. The caller keeps ownership of `fds` and synchronises accesses.
+        Raises NotShareable."""
         ...
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
-        """Around the stores of a model's weights, of about `nbytes` in all: what only loading needs is made and freed
-        here, and stores may go on while the next one begins. Errors of a tensor's data (a damaged block, a file that
-        was cut) may be raised by a later store, at the latest at the end; then what was stored here may be gone."""
+        """Context of loading about `nbytes` of weights. It owns the staging resources, and stores inside it may be
+        asynchronous. An error in a tensor's data (damaged block, truncated file) may be raised by a later store, at the
+        latest on exit. The tensors stored in the context are then undefined."""
         ...
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
@@ -161,55 +159,54 @@ class Device(Protocol):
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
-        """Copy of rows start..stop of a stored tensor, after everything submitted; io tensors after `ticket` only,
-        while later submits run."""
+        """Copy of rows start..stop of a stored tensor, after all submits. With `ticket`, io tensors are read after that
+        submit, while later ones run."""
         ...
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
-        """One element of a stored integer io matrix, or vector (column 0), when `ticket` (default: everything
-        submitted) is done, while later submits run: costs the same whatever the size."""
+        """One element of a stored integer io matrix, or vector (column 0), after `ticket` (default: all submits), while
+        later submits run. Constant cost for any tensor size."""
         ...
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
-        """Make room for the activations of every plan that will be compiled (plans share one arena), and for what the
-        kernels of `plans`, one of each size, take beside it."""
+        """Allocate the activation arena that all plans share, and the scratch memory of the kernels in `plans` (one
+        plan of each size)."""
         ...
 
     def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
-        """Everything that costs. `cooperative`: kernels whose workgroups wait for one another may be chosen; where such
-        a wait times out, the step is aborted: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in
-        `history`)."""
+        """Do all setup work for a plan. `cooperative` allows kernels whose workgroups wait for each other. If such a
+        wait times out, the step is aborted: FAULT_WORD of its control tensor is set, and `history` gets FAULTED instead
+        of a token."""
         ...
 
     def wait(self, ticket: int | None = None) -> None:
-        """Until that submit, or everything submitted, has finished."""
+        """Block until that submit (default: every submit) has finished."""
         ...
 
     def check_open(self) -> None:
-        """Raise where this device can no longer be used: closed, lost (DeviceLost), or of the process that this one was
-        forked from."""
+        """Raise if this device is closed, lost (DeviceLost), or was opened before a fork."""
         ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes held, by purpose: weights, state, io, activations, staging."""
+        """Allocated bytes by purpose: weights, state, io, activations, staging."""
         ...
 
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
-        """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with
-        this one's: on a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if
-        not before. lent: names of its tensors, to be written in turns -> those of this device that they are, where they
-        are alike (`shares`)."""
+        """A second device object on the same hardware, with its own tensors and programs, for a draft model. On a GPU
+        it submits to the same queue, so passes of both need no host synchronisation. Closing this device closes the
+        sibling. lent: names of the sibling's tensors -> the tensors of this device that they alias, where the
+        declarations match (`shares`)."""
         ...
 
     def shares(self, name: str) -> bool:
-        """Whether a tensor is lent by the device that this is a sibling of."""
+        """Whether a tensor is an alias of the parent device's tensor (`sibling`)."""
         ...
 
     def close(self) -> None: ...
 
 
 class SingleDevice:
-    """What Device says of one backend that runs whole plans by itself. A base class of the backends' devices."""
+    """Base class of backends that run whole plans: Device's defaults for a single device."""
 
     name: str
     backend: ClassVar[str]
@@ -236,4 +233,4 @@ class SingleDevice:
 
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         """See Device."""
-        return type(self)()  # type: ignore[return-value]  # a class that is derived from this one is a Device
+        return type(self)()  # type: ignore[return-value]  # a subclass is a Device

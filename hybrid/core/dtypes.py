@@ -1,7 +1,7 @@
-"""Storage types of tensors: how one row of K elements lies in memory.
+"""Storage types of tensors: the memory layout of a row of K elements.
 
-A type has one part (plain numbers) or several (block-quantised): each part is a dense array whose rows
-follow the tensor's rows, so a device gives every part its own aligned buffer range and loads it 16 bytes wide.
+A plain type has one part, a block-quantised type several. Each part is a dense array with one row for each row of the
+tensor. Devices give every part its own aligned buffer range and load it in 16-byte words.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Part:
 
     name: str
     code: str
-    """NumPy's: the kind of number and its bytes, one digit."""
+    """NumPy type code: a kind and one digit of bytes, such as `f2`."""
     count: int
     packing: str = ""
-    """How items hold several small integers (hybrid/quant/blocks.py); empty: they are numbers."""
+    """Packing of small integers into items (hybrid/quant/blocks.py); empty: items are plain numbers."""
     ggml: str = ""
-    """How ggml orders the items where that differs: a key of hybrid.quant.blocks.RELAY."""
+    """ggml's item order, if it differs: a key of hybrid.quant.blocks.RELAY."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -38,36 +38,36 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class InFiles:
-    """A weight type as GGUF files have it."""
+    """A weight type's encoding in GGUF files."""
 
     number: int
-    """ggml's, of a tensor."""
+    """ggml's tensor type."""
     file_type: int
-    """llama.cpp's, of a file of such matrices; its K types come in mixtures, of which medium is the usual one."""
+    """llama.cpp's file type (`general.file_type`); for K types the medium mixture's."""
     order: tuple[str, ...] = ("data",)
-    """Of the parts inside a block."""
+    """Order of the parts inside a block."""
     written: bool = True
-    """False: read, never made."""
+    """False: supported for reading only."""
     narrower: str = "f16"
-    """Written instead where rows are no whole blocks."""
+    """The type written instead if rows are not whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A storage type: all that is known of it. `block` elements share one set of parts; rows are whole blocks."""
+    """A storage type. `block` elements share one set of parts; rows are whole blocks."""
 
     name: str
     block: int
     parts: tuple[Part, ...]
     integers: tuple[int, int] = (0, 0)
-    """Smallest and largest integer that a scale multiplies, which conformance draws (q8_0 could hold -128; encoders
-    never make it). Codes are stored from 0 on."""
+    """Range of the integers that a scale multiplies, as encoders and conformance tests make them (q8_0 excludes -128).
+    Stored codes begin at 0."""
     files: InFiles | None = None
-    """None: no type of weights."""
+    """The GGUF encoding; None: not a weight type."""
     elsewhere: tuple[tuple[str, str], ...] = ()
-    """(backend that does not compute with it, type in which it holds such matrices); the others compute with it."""
+    """(backend without kernels for this type, type it converts to); other backends have kernels."""
     noise: tuple[float, float] = (1.0, 0.0)
-    """Of random codes: standard deviation of a value in units of the (super) scale, and the minimum that centres it."""
+    """For random codes: standard deviation in units of the (super) scale, and the minimum that centres the values."""
 
     @property
     def quantised(self) -> bool:
@@ -80,17 +80,17 @@ class DType:
 
     @property
     def offset(self) -> int:
-        """What is subtracted from a stored code."""
+        """The zero point: subtracted from a stored code."""
         return 0 if self.parts[0].code == "i1" else -self.integers[0]
 
     @property
     def minimum(self) -> bool:
-        """Is a minimum added to each scale's products?"""
+        """Whether each scale has a minimum (an affine type)."""
         return self.quantised and self.parts[-1].code == "f2" and self.parts[-1].count == 2
 
     @property
     def group(self) -> int:
-        """Elements under one scale."""
+        """Elements of one scale."""
         scales = self.part("scales")
         return self.block // (8 if scales.packing == "six_bits" else scales.count if scales.code == "i1" else 1)
 
@@ -119,15 +119,15 @@ _NIBBLES, _FIFTHS = Part("codes", "u1", 16, "nibbles"), Part("high", "u1", 4, "f
 _CODES_K = Part("codes", "u1", 128, "nibbles_of_32")
 _SIX_BITS = Part("scales", "u1", 12, "six_bits")
 
-# bf16 is carried as its 16 raw bits. q8_act: activations, int8 codes and (scale, scale * sum of codes) in float32 for
-# each 32 elements. Types that devices compute with have blocks of 32 whose loads are whole words (what elements 4k+i,
-# k = 0..7, have in common lies in byte i of a word, so that shifting the word gives four codes at a time):
+# bf16 is stored as raw u16. q8_act: activations, int8 codes and (scale, scale * sum of codes) in float32 for each 32
+# elements. Types with kernels have blocks of 32 that load as whole words. Byte i of a word holds bits of elements 4k+i,
+# k = 0..7, so that one shift of the word extracts four codes:
 #   nibbles byte i of a block of 32 holds element i (low nibble) and i+16 (high)
 #   fifths  bit k of byte i is the fifth bit of element 4k+i
 #   sixths  of each 32, bits 2k, 2k+1 of byte i are the upper bits of element 8k+i
 #   scales  one float16 d, value = d*code; two (d, m), value = d*code + m; int8 for each 16, value = d*scale*code, d in
 #           `super`
-# k types but q6_k have the parts of a ggml block as they are; scales: 8 scales and 8 minima of 6 bits, super: (d, dmin).
+# K types except q6_k keep the parts of ggml's blocks: `scales` 8 scales and 8 minima of 6 bits, `super` (d, dmin).
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
@@ -204,7 +204,7 @@ DTYPES: dict[str, DType] = {
 }
 
 FILE_TYPES: dict[str, InFiles] = {t: d.files for t, d in DTYPES.items() if d.files is not None}
-"""As files have them."""
+"""GGUF encodings by weight type."""
 WEIGHT_TYPES = tuple(FILE_TYPES)
 QUANTISED_TYPES = tuple(t for t in WEIGHT_TYPES if DTYPES[t].quantised)
 WRITABLE_TYPES = tuple(t for t, files in FILE_TYPES.items() if files.written)
@@ -215,21 +215,21 @@ LISTS: dict[str, tuple[str, ...]] = {
     "$activations": ACTIVATION_TYPES,
     "$lone_scales": tuple(t for t in QUANTISED_TYPES if DTYPES[t].parts[-1].count == 1),
 }
-"""Names that specs may write for several types. lone_scales: a float16 that no other lies beside in a word."""
+"""Groups of types that specs may name. lone_scales: a single float16 per block, which needs 16-bit loads."""
 
 
 def held_as(dtype: str, backend: str) -> str:
-    """The type in which a backend holds matrices of this type: the same where it computes with it."""
+    """The type in which a backend stores matrices of this type: the same if it has kernels for it."""
     return dict(DTYPES[dtype].elsewhere).get(backend, dtype)
 
 
 def native_types(backend: str) -> tuple[str, ...]:
-    """Weight types that a backend computes with."""
+    """Weight types that a backend has kernels for."""
     return tuple(t for t in WEIGHT_TYPES if held_as(t, backend) == t)
 
 
 CacheType = Literal["f32", "f16", "q8_0"]
-"""Of the KV cache. q8_0 needs heads that are multiples of 32 elements."""
+"""KV cache types. q8_0 needs a head_dim that is a multiple of 32."""
 CacheChoice = Literal["auto", "f32", "f16", "q8_0"]
-"""What `kv` may be: a type, or what the schedule's precision says."""
+"""Values of the `kv` option. auto: the schedule's precision profile decides."""
 CACHE_TYPES, CACHE_CHOICES = get_args(CacheType), get_args(CacheChoice)

@@ -1,4 +1,4 @@
-"""Errors that every layer shares. Of declarations: one line that names the file, the key and the fix."""
+"""Errors that all layers share. An error in a declaration is one line that names the file, the key and the fix."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ class SpecError(ValueError):
 
 
 class DeviceLost(RuntimeError):
-    """A device does not answer any more, or was taken away, and what was on it is gone. Close the model and load it
-    again."""
+    """The device hangs or was removed, and its memory is lost. Close the model and load it again."""
 
 
 class FieldError(ValueError):
-    """Raised by validators that know which key is at fault; the loader puts file and key in front of the message."""
+    """Raised by validators for a key; the loader prefixes the message with file and key."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -38,12 +37,12 @@ class ContextExceeded(ValueError):
 
 
 class NoFreeSlot(ValueError):
-    """The cache has no room for another sequence until one of those that it holds ends."""
+    """The cache has no free slot until a running sequence ends."""
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may. retry_after: seconds after which there may be room again."""
+    """The queue of waiting requests is full. retry_after: seconds after which to try again."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"{waiting} requests wait already, as many as may: try again in {retry_after:.0f} s")
+        super().__init__(f"{waiting} requests are waiting and the queue is full: try again in {retry_after:.0f} s")
         self.retry_after = retry_after

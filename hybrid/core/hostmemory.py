@@ -1,9 +1,7 @@
-"""Host memory that several devices of one machine may use at once: anonymous, private, in whole pages; or a driver's
-own buffers, given on as dma-bufs.
+"""Host memory that several devices share: anonymous private pages, or a driver's buffers exported as dma-bufs.
 
-Drivers pin anonymous pages for a GPU or an NPU. A mapping of a driver's own buffer, of a file or of shared memory is
-not such memory: amdgpu refuses it (AMDGPU_GEM_USERPTR_ANONONLY: no page of the range may belong to a file), other
-drivers may take it and break later, so it is refused here for all.
+Drivers pin anonymous pages for a GPU or an NPU. Mappings of driver buffers, files or shared memory are refused for
+every driver. amdgpu refuses them itself (AMDGPU_GEM_USERPTR_ANONONLY); other drivers may accept them and fail later.
 """
 
 from __future__ import annotations
@@ -24,27 +22,27 @@ PAGE = mmap.PAGESIZE
 
 
 class NotShareable(RuntimeError):
-    """This memory, or this device, cannot share without a copy; the message says why."""
+    """The memory or the device cannot be shared without a copy; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A tensor in a driver's buffers: one dma-buf for each part, as file descriptors that whoever takes them closes."""
+    """A tensor in a driver's buffers: one dma-buf file descriptor for each part. The receiver closes them."""
 
     value: Tensor
     """The exporter's own mapping."""
     fds: tuple[int, ...]
     buffers: tuple[Any, ...]
-    """Alive for as long as the mapping is used."""
+    """Buffer objects, kept alive with the mapping."""
 
 
 def anonymous(decl: TensorDecl) -> Tensor:
-    """A tensor of zeros whose parts begin at pages of their own."""
+    """A tensor of zeros with page-aligned parts."""
     return over(decl, lambda nbytes: mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def over(decl: TensorDecl, room: Callable[[int], Any]) -> Tensor:
-    """A tensor whose parts lie at the beginning of `room(whole pages of bytes)` each."""
+    """A tensor with each part at the start of a buffer `room(bytes)`; bytes are whole pages."""
     parts = []
     for part in DTYPES[decl.dtype].parts:
         shape = DTYPES[decl.dtype].part_shape(part, decl.shape)
@@ -54,13 +52,12 @@ def over(decl: TensorDecl, room: Callable[[int], Any]) -> Tensor:
 
 
 def pages(nbytes: int) -> int:
-    """Bytes, up to whole pages."""
+    """Bytes rounded up to whole pages."""
     return -(-max(nbytes, 1) // PAGE) * PAGE
 
 
 def whole_pages(array: np.ndarray) -> tuple[int, int]:
-    """(address, bytes) of the pages under an array. NotShareable unless they are anonymous memory that begins with
-    it."""
+    """(address, bytes) of an array's pages. Raises NotShareable unless the array is page-aligned anonymous memory."""
     address, nbytes = array.ctypes.data, pages(array.nbytes)
     if address % PAGE:
         raise NotShareable(f"memory at {address:#x} does not begin at a page of {PAGE} bytes")

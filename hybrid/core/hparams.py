@@ -1,4 +1,4 @@
-"""Hyper-parameters of a model, as the rest of the project sees them: no dialect of any file format reaches here."""
+"""Hyper-parameters of a model, independent of the file format."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from functools import cached_property
 from statistics import NormalDist
 from typing import Any
 
-MAX_LAYERS = 10_000  # a damaged count must not make lists that fill the memory
+MAX_LAYERS = 10_000  # limits allocations for a damaged count
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """Shapes and constants of one layer. Checked when made; ValueError names the field.
+    """Shapes and constants of one layer. Validated on construction; ValueError names the field.
 
-    `head_dim` and `ffn` count elements. Angles of RoPE are `position * theta^(-2i/head_dim) / factor`, of pair i of a
-    head.
+    `head_dim` and `ffn` count elements. The RoPE angle of pair i of a head is
+    `position * theta^(-2i/head_dim) / factor`.
     """
 
     head_dim: int
     n_heads: int
     n_kv_heads: int
     window: int
-    """Positions that a row sees, itself included; 0: the whole context."""
+    """Sliding window in positions, the row's own included; 0: full attention."""
     rope_theta: float
     ffn: int
     rope_factor: float = 1.0
     """Linear RoPE scaling."""
     rotated: float = 1.0
-    """Share of a head's pairs that rotate: the first ones, the others pass unchanged."""
+    """Fraction of a head's pairs that RoPE rotates, the first ones; the rest pass unchanged."""
     sparsity: float = 0.0
-    """Share of the gate's activations that are cut to zero, as a quantile of a normal distribution; 0: none."""
+    """Fraction of gate activations set to zero, as a quantile of a normal distribution; 0: none."""
     kv_from: int | None = None
-    """The layer whose keys and values this one reads, appending none; None: its own."""
+    """The layer whose KV cache this one reads without appending; None: its own cache."""
     k_as_v: bool = False
-    """The values are the key projection's results, before norm and rotation: there is no value projection."""
+    """No value projection: values are the key projection's output before norm and RoPE."""
     scalar: float = 1.0
-    """What the residual stream is multiplied by after the layer."""
+    """Factor on the residual stream after the layer."""
     n_experts: int = 0
     """0: the feed-forward is dense."""
     experts_used: int = 0
@@ -67,8 +67,8 @@ class LayerParams:
 
     @property
     def rope_dim(self) -> int:
-        """Numbers in a row of the layer's RoPE table: as many cosines as sines, for the pairs that rotate and, up to a
-        multiple of 4 pairs, some whose angle is 0."""
+        """Width of the layer's RoPE table: cosines, then sines, of the rotated pairs, padded with angle 0 to a multiple
+        of 4 pairs."""
         pairs = self.rotated_pairs
         return min(self.head_dim, -(-2 * pairs // 8) * 8)
 
@@ -78,23 +78,22 @@ class LayerParams:
 
     @property
     def sparsity_scale(self) -> float:
-        """The threshold of activations in standard deviations above their mean: the normal distribution's quantile of
-        `sparsity`; 0 where that is 0."""
+        """Activation threshold in standard deviations above the mean: the normal quantile of `sparsity`, or 0."""
         return NormalDist().inv_cdf(self.sparsity) if self.sparsity else 0.0
 
     @property
     def rotation(self) -> tuple[float, float, float, int]:
-        """All that a RoPE table depends on: layers that agree in it can share one."""
+        """Parameters of the RoPE table; layers with equal ones share a table."""
         return self.rope_theta, self.rope_factor, self.rotated, self.head_dim
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """All that shapes and attributes of a plan depend on, but not which layer's cache is read, nor the scalar."""
+        """Key of layers with the same plan shapes and attributes; excludes `kv_from`'s layer and `scalar`."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kv_from", "scalar")}
         return (*own.values(), self.kv_from is None)
 
     def numbers(self, index: int) -> dict[str, int | float]:
-        """What expressions may name, for the layer of this index."""
+        """Variables of schedule expressions for the layer of this index."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain |= {"kv_from": -1 if self.kv_from is None else self.kv_from, "k_as_v": int(self.k_as_v)}
         return plain | {
@@ -106,10 +105,9 @@ class LayerParams:
 
 @dataclass(frozen=True)
 class HParams:
-    """Shapes and constants of one decoder. Checked when made; ValueError names the field.
+    """Shapes and constants of one decoder. Validated on construction; ValueError names the field.
 
-    `hidden` counts elements; `vocab` is the number of rows of the embedding tensor (it may exceed the tokenizer's
-    size).
+    `hidden` counts elements; `vocab` counts rows of the embedding, possibly more than the tokenizer has.
     """
 
     family: str
@@ -123,17 +121,17 @@ class HParams:
     """Cap of the final logits, softcap * tanh(x / softcap); 0 = none."""
     embed_scale: float
     tied: bool
-    """The output matrix is the embedding; otherwise the checkpoint has `output.weight`."""
+    """Whether the output matrix is the embedding; otherwise the checkpoint has `output.weight`."""
     n_streams: int = 1
-    """Residual streams (AltUp); 1: the usual one."""
+    """Residual streams (AltUp)."""
     altup_active: int = 0
     """The stream that layers compute on."""
     laurel_rank: int = 0
     """Inner size of the low-rank branch beside attention; 0: none."""
     per_layer_dim: int = 0
-    """Elements of a token's input to each layer; 0: none."""
+    """Width of a token's per-layer embedding; 0: none."""
     per_layer_vocab: int = 0
-    """Rows of the table of those inputs."""
+    """Rows of the per-layer embedding table."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -186,28 +184,27 @@ class HParams:
 
     @cached_property
     def n_kv_layers(self) -> int:
-        """Layers with a cache of their own: all before the first that reads another's."""
+        """Layers with their own KV cache: all before the first that reads another layer's."""
         return next((i for i, layer in enumerate(self.layers) if layer.kv_from is not None), len(self.layers))
 
     @cached_property
     def window(self) -> int:
-        """Positions that a local layer sees, itself included; 0 when every layer is global."""
+        """Sliding window of local layers in positions, the row's own included; 0 if every layer is global."""
         return max(layer.window for layer in self.layers)
 
     @cached_property
     def layer_is_global(self) -> tuple[bool, ...]:
-        """Which layers see the whole context."""
+        """Which layers have full attention."""
         return tuple(layer.window == 0 for layer in self.layers)
 
     @property
     def numbers(self) -> dict[str, int | float]:
-        """What expressions may name of the model as a whole."""
+        """Variables of schedule expressions for the whole model."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("family", "layers", "tied")}
         return {**values, "n_layers": self.n_layers, "n_kv_layers": self.n_kv_layers}
 
     def only(self, kept: Iterable[int]) -> HParams:
-        """The same model with these layers alone, ascending. ValueError where one reads the cache of a layer that is
-        not kept."""
+        """The model with these layers only, ascending. ValueError if one reads the cache of a removed layer."""
         new = {old: index for index, old in enumerate(kept)}
         lost = next((o for o in new if self.layers[o].kv_from is not None and self.layers[o].kv_from not in new), None)
         if lost is not None:
@@ -218,7 +215,7 @@ class HParams:
         )
 
     def first(self, count: int) -> HParams:
-        """The same model with its first layers alone."""
+        """The model with its first `count` layers only."""
         return self.only(range(count))
 
     def as_dict(self) -> dict[str, Any]:
@@ -228,7 +225,7 @@ class HParams:
 
 
 def common(layers: Sequence[LayerParams]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """What all layers have alike, by field name, and what differs, each layer's in order."""
+    """Fields equal in all layers, and a list with each layer's value for the other fields."""
     by_name = {f.name: [getattr(layer, f.name) for layer in layers] for f in fields(LayerParams)}
     alike = {name: values[0] for name, values in by_name.items() if all(v == values[0] for v in values)}
     return alike, {name: values for name, values in by_name.items() if name not in alike}
@@ -242,7 +239,8 @@ def alternating(
     local: Mapping[str, Any],
     global_: Mapping[str, Any],
 ) -> tuple[LayerParams, ...]:
-    """Layers of two kinds: `shape` of all, and what only those with a window, or without, have."""
+    """Layers of two kinds: `shape` holds common fields, `local` and `global_` those of layers with and without a
+    window."""
     _require(
         len(layer_is_global) == n_layers,
         "layer_is_global",
@@ -259,8 +257,8 @@ def alternating(
 
 
 def kv_sources(layer_is_global: Sequence[bool], shared: int) -> tuple[int | None, ...]:
-    """kv_from of every layer where the last `shared` read the cache of the last layer before them of their own kind.
-    ValueError where there is none."""
+    """kv_from of every layer, if each of the last `shared` layers reads the cache of the last unshared layer of its
+    kind. ValueError if there is none."""
     first = len(layer_is_global) - shared
     if not 0 < first <= len(layer_is_global):
         raise ValueError(f"{shared} of {len(layer_is_global)} layers cannot read other layers' caches")
@@ -276,7 +274,7 @@ def kv_sources(layer_is_global: Sequence[bool], shared: int) -> tuple[int | None
 
 
 def _check_kinds(record: HParams | LayerParams) -> None:
-    """That numbers are numbers, of the kind that their fields say."""
+    """Check that int fields are whole numbers and float fields finite. ValueError."""
     for f in fields(record):
         kind, value = str(f.type), getattr(record, f.name)
         if kind.startswith("int") and value is None and kind != "int":

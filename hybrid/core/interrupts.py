@@ -1,15 +1,14 @@
-"""Where Ctrl-C may end what the main thread does.
+"""Defer KeyboardInterrupt in critical sections of the main thread.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. Where it has a lock, or changes what
-makes no sense half changed, the interruption waits for the end of the block:
+Python raises KeyboardInterrupt between any two instructions of the main thread. In a block that holds a lock, or must
+not stop halfway, it is deferred to the end of the block:
 
     with interrupts.held():
         ...
-        with interrupts.allowed():  # what may take long, and leaves everything in order wherever it ends
+        with interrupts.allowed():  # long work that is safe to interrupt anywhere
             ...
 
-Only Ctrl-C waits (SIGINT, with whatever handler it has): other signals end the process, or their handlers raise
-nothing. Other threads are never interrupted, and both do nothing there.
+Only SIGINT is deferred, with its current handler. In other threads both are no-ops: Python never interrupts them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# What `signal` is made of, without its conversions to enumerations: 5 us a call, ten times that of the system's.
+# The C module under `signal`: avoids its slow conversions to enumerations.
 _set_handler, _handler_of = _signal.signal, _signal.getsignal
 
-_depth = 0  # blocks that hold, around what the main thread does now
-_came = False  # within them
-_handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # what Ctrl-C calls outside of them
+_depth = 0  # nested `held` blocks of the main thread
+_came = False  # whether SIGINT arrived within them
+_handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # the handler outside of them
 
 
 def hold() -> None:
-    """Until `release`, which may be in another function: what `held` does."""
+    """Defer SIGINT until `release`, which another function may call."""
     global _depth
     if threading.get_ident() == threading.main_thread().ident:
         depth = _depth
@@ -39,13 +38,13 @@ def hold() -> None:
             _depth = depth + 1
             if not depth:
                 _begin()
-        except BaseException:  # Ctrl-C, before it was told to wait
+        except BaseException:  # SIGINT before the handler was replaced
             _depth = depth
             raise
 
 
 def release() -> None:
-    """The end of a `hold`. KeyboardInterrupt where it was the outermost and Ctrl-C came meanwhile."""
+    """End a `hold`. Raises KeyboardInterrupt if it was the outermost and SIGINT arrived meanwhile."""
     global _depth
     if threading.get_ident() == threading.main_thread().ident:
         _depth = max(0, _depth - 1)
@@ -54,7 +53,7 @@ def release() -> None:
 
 
 class held:
-    """A block at whose end, and nowhere in which, Ctrl-C interrupts."""
+    """Context manager: SIGINT is deferred to the end of the block."""
 
     def __enter__(self) -> None:
         hold()
@@ -66,7 +65,7 @@ class held:
 
 
 class allowed:
-    """A block within `held` in which Ctrl-C interrupts at once, also where it came before."""
+    """Context manager within `held`: SIGINT interrupts at once, also if it is already pending."""
 
     _depth = 0
 
@@ -92,9 +91,7 @@ class allowed:
 def _begin() -> None:
     global _handler, _came
     handler = _handler_of(signal.SIGINT)
-    if (
-        callable(handler) and handler is not _note
-    ):  # else the system's default, which ends the process, or it is ignored
+    if callable(handler) and handler is not _note:  # otherwise SIG_DFL, which ends the process, or SIG_IGN
         _handler, _came = handler, False
         _set_handler(signal.SIGINT, _note)
 

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors: GGUF's, whatever the file. A layer's are `blk.{layer}.{part}`."""
+"""Names of a checkpoint's tensors: GGUF's for every file format. A layer's tensors are `blk.{layer}.{part}`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def part_of(name: str) -> str:
 
 
 def in_layer(layer: int, part: str) -> str:
-    """The reverse of both."""
+    """The inverse of `layer_of` and `part_of`."""
     return f"{LAYER}{layer}.{part}"
 
 
 def stem_of(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `attn_q`: what all layers call the tensor."""
+    """`blk.3.attn_q.weight` -> `attn_q`: the name without layer and suffix."""
     return part_of(name).removesuffix(".weight")

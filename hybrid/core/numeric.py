@@ -1,5 +1,5 @@
-"""NumPy, imported by the first use of it: a command that only plans shapes never does. Modules that plans, specs and
-headers of files are read by take `np` from here."""
+"""NumPy, imported lazily on first use, so that commands which only plan shapes start fast. Modules that read plans,
+specs and file headers import `np` from here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["np"]
 
 
 class _Later(ModuleType):
-    """A module's attributes, each looked up once."""
+    """A lazy module that caches each attribute."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(importlib.import_module(self.__name__), name)

@@ -1,7 +1,7 @@
-"""Where things lie: the project's files in a clone or an installation, and where commands may write.
+"""Paths of the project's files in a clone or an installation, and of the cache folder.
 
-A clone keeps its top-level folders; hybrid/ reaches them by links of the same names, so that kernels are
-`hybrid.kernels` in a clone as in an installation, where all that the project installs lies in one package.
+In a clone hybrid/ has symlinks to top-level folders such as kernels/. In an installation these folders are in the
+package. Both import `hybrid.kernels`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybrid.core.errors import SpecError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent
-"""Of a clone; in an installation the folder that holds the package."""
+"""The clone's root; in an installation the folder that contains the package."""
 SPECS = (PACKAGE / "specs").resolve()
 MODELS = (PACKAGE / "models").resolve()
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"
@@ -21,13 +21,12 @@ DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 
 
 def in_clone() -> bool:
-    """Is this a clone of the repository (or an editable installation of one)? Only there are a package's files
-    rewritten."""
+    """Whether this is a clone (or its editable installation). Only there may tools rewrite the package's files."""
     return (ROOT / "pyproject.toml").is_file()
 
 
 def clone(what: str) -> Path:
-    """The clone's root. SpecError in an installation, for `what` (a sentence's subject) that is only in a clone."""
+    """The clone's root. SpecError in an installation; `what` is the subject of its sentence."""
     if not in_clone():
         raise SpecError(
             f"{what} only in a clone of the repository, and this is an installation in {ROOT}: run it from a clone"
@@ -36,5 +35,5 @@ def clone(what: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/hybrid-kernels, or the same in ~/.cache; it need not exist yet."""
+    """$XDG_CACHE_HOME/hybrid-kernels, default ~/.cache/hybrid-kernels. May not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-kernels"

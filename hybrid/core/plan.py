@@ -1,8 +1,8 @@
 """A plan: the steps of one pass over a batch of rows, with bound axes, named tensors and a device for each step.
 
-Plans are data. A device compiles one into a Program (recorded command buffers, or a list of NumPy calls).
-Rows are flat: row r of a batch has a sequence slot and a position; a plan is made for a bucket of rows, and
-how many of them are live is read from the `control` tensor when it runs.
+Plans are data. A device compiles a plan into a Program (recorded command buffers, or a list of NumPy calls).
+Rows are flat: each row of a batch has a sequence slot and a position. A plan has a fixed bucket of rows; the `control`
+tensor holds the number of live rows of each run.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ CONTROL_TENSOR = "control"
 
 
 class _Words(dict[str, int]):
-    """Words of a tensor of live counts: those of a plan's control by name, any by its number as text."""
+    """Word indices of a tensor of live counts: by name for a plan's control tensor, else by a number as text."""
 
     def __missing__(self, name: str) -> int:
         return int(name)
 
 
 CONTROL = _Words(rows=0, outs=1, context=2)
-# A word that a kernel sets where a wait within a dispatch timed out: this pass and those after it are aborted steps.
+# Set by a kernel if a wait within a dispatch timed out: this pass and every pass after it are aborted steps.
 FAULT_WORD = 3
 FAULTED = -2  # in `history`, in place of a token: the step was aborted
 
 FEW_ROWS = 4
-"""Rows of a pass up to which reading the weights is all that takes time, where a device does not say otherwise."""
+"""Default of Device.few_rows: up to this many rows a pass is bound by reading the weights."""
 
 INBOX_TENSOR = "inbox"
 GUESSES_TENSOR = "guesses"
-"""Where the tokens are that another engine on the same queue has chosen (its `history`)."""
+"""Draft tokens: the `history` of the draft engine on the same queue."""
 UNTIL_TENSOR = "known_until"
-"""And up to which positions they stand, by slot (its `next_position`)."""
+"""By slot: the position up to which draft tokens exist (the draft engine's `next_position`)."""
 ROWS_TENSOR = "rows"
-"""f32 [rows, hidden]: inputs that are no tokens (specs/ops/insert_rows.toml); the ids after the vocabulary's name them."""
+"""f32 [rows, hidden]: input embeddings without tokens (specs/ops/insert_rows.toml). Ids after the vocabulary index
+them."""
 SPANS_TENSOR = "span_last"
-"""By slot and position: the last position of the span that sees itself whole there (specs/ops/row_views.toml)."""
+"""By slot and position: last position of the bidirectional span there (specs/ops/row_views.toml)."""
 INBOX_SETS = 4
-"""Messages of rows that the inbox has room for: the host writes one while the passes of others run."""
+"""Messages in the inbox's ring: the host writes one while earlier passes run."""
 MESSAGE_HEADER, ROW_WORDS, OUT_WORDS, ENTRY_WORDS = 8, 3, 2, 4
-"""Words (i32) of a message, of each of its rows, wanted rows and block-table entries (specs/ops/begin_pass.toml)."""
+"""i32 words of a message's header, and of each row, output row and block-table entry (specs/ops/begin_pass.toml)."""
 
 NOT_FINITE = -1
-"""What `sample` writes to `history` in place of a token where the logits are not finite (specs/ops/sample.toml)."""
+"""Written to `history` in place of a token if the logits are not finite (specs/ops/sample.toml)."""
 
-ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
+ALIGN = 256  # Vulkan's largest permitted minStorageBufferOffsetAlignment
 
 
 PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
@@ -62,9 +63,9 @@ PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "act
 class TensorDecl:
     """A named tensor of a plan.
 
-    kind: `weight` (uploaded once), `state` (device memory that outlives a pass: KV cache, next token),
-    `io` (host-visible: tokens, positions, control, results), `activation` (lives between its first and last
-    step, at byte `offset` of the device's arena).
+    kind: `weight` (uploaded once), `state` (persistent device memory: KV cache, next token), `io` (host-visible:
+    tokens, positions, control, results), `activation` (valid from its first to its last step, at byte `offset` of the
+    device's arena).
     """
 
     name: str
@@ -73,24 +74,23 @@ class TensorDecl:
     kind: Literal["weight", "state", "io", "activation"]
     offset: int = 0
     sources: tuple[str, ...] = ()
-    """Weights: the checkpoint tensors whose rows, one after another, make this one (empty: its own name)."""
+    """Weights: the checkpoint tensors whose rows are concatenated (empty: the tensor of this name)."""
     role: str = ""
-    """`rope`: a table of positions, made by the host for `layer`. `kv`: part of the KV cache of `layer`."""
+    """`rope`: a RoPE table that the host computes for `layer`. `kv`: part of the KV cache of `layer`."""
     layer: int | None = None
     """The first layer that names a tensor with a role."""
     device: str = ""
-    """Weights: the device beside the main one that alone has steps with it, where nothing takes these over; empty: the
-    main one."""
+    """Weights: the secondary device that stores it, if only that device uses it and has no fallback; empty: the main
+    device."""
     per_pass: bool = False
-    """Whether it belongs to one pass (rows, control words, what steps hand on), not to sequences or the model: passes that
-    overlap have one each."""
+    """Whether it belongs to one pass (rows, control words, activations), not to sequences or the model. Overlapping
+    passes have one each."""
     row_types: tuple[tuple[str, int], ...] = ()
-    """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the
-    widest."""
+    """Weights of mixed storage types: (dtype, rows) of each run of rows, in order; `dtype` is the widest."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes with every part padded to ALIGN: what the tensor takes in an arena."""
+        """Bytes in an arena: every part padded to ALIGN."""
         return sum(
             -(-_prod(t.part_shape(p, shape)) * p.itemsize // ALIGN) * ALIGN
             for t, shape in self._runs()
@@ -104,7 +104,7 @@ class TensorDecl:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Every storage type in it."""
+        """Distinct storage types of its rows."""
         return tuple(dict.fromkeys(dtype for dtype, _ in self.row_types)) if self.row_types else (self.dtype,)
 
     def _runs(self) -> list[tuple[DType, tuple[int, ...]]]:
@@ -115,7 +115,7 @@ class TensorDecl:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation with everything bound."""
+    """One operation with bound axes, tensors and attributes."""
 
     op: str
     name: str
@@ -127,11 +127,10 @@ class Step:
     attrs: Mapping[str, float | int | str] = field(default_factory=dict)
     device: str = "cpu"
     extent: str = "rows"
-    """Which live count bounds the op's token axis: a word of `counts` (CONTROL)."""
+    """The live count that bounds the op's token axis: a word of `counts` (CONTROL)."""
     layer: int | None = None
     counts: str = ""
-    """The u32 tensor that has it; empty: the plan's control. Another step of the plan may write it, such as one that
-    gives rows to experts."""
+    """The u32 tensor of live counts; empty: the plan's control. Another step may write it, such as expert routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +142,11 @@ class Plan:
     tensors: Mapping[str, TensorDecl]
     arena_bytes: int = 0
     control: str = CONTROL_TENSOR
-    """The tensor with this pass's control words: passes that run at the same time have their own."""
-    rooms: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the arena keeps for an activation of few rows where the same pass over all of them would need more."""
+    """The tensor of this pass's control words; overlapping passes have one each."""
+    reserved: Mapping[str, int] = field(default_factory=dict)
+    """Arena bytes reserved for an activation of output rows, if the same pass over all rows would need more."""
     phase: Literal["prefill", "decode"] = "decode"
-    """decode: one row of each sequence, which may be those of the pass before, continued."""
+    """decode: one row of each sequence, possibly with the token that the previous pass sampled."""
 
     def __post_init__(self) -> None:
         for step in self.steps:

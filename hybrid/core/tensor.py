@@ -1,4 +1,4 @@
-"""A host tensor of any storage type: the form in which weights and test data travel between parts of the project."""
+"""Host tensors of any storage type, for weights and test data."""
 
 from __future__ import annotations
 
@@ -63,26 +63,26 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A tensor as its file has it, to be read where it is wanted: ggml's blocks, or the bytes of a plain type."""
+    """A tensor in its file's encoding, read lazily: ggml blocks, or the bytes of a plain type."""
 
     dtype: str
     shape: tuple[int, ...]
     read_into: Callable[[int, np.ndarray], None]
-    """(byte of the tensor, uint8 array): fills the array; may be called from several threads at once. Raises what
-    the file's reader raises; scales are not looked at."""
+    """(byte offset in the tensor, uint8 array): fills the array. Thread-safe. Raises the file reader's errors; does not
+    check scales."""
     load_rows: Callable[[int, int], Tensor]
-    """Rows start..stop in memory of their own. Raises for scales that are not finite, naming their place."""
+    """A copy of rows start..stop. Raises for scales that are not finite, naming their position."""
 
     @property
     def nbytes(self) -> int:
         return DTYPES[self.dtype].nbytes(self.shape)
 
     def load(self) -> Tensor:
-        """The tensor on the host. Raises what `load_rows` raises."""
+        """The tensor on the host. Raises the errors of `load_rows`."""
         return self.load_rows(0, self.shape[0])
 
     def rows(self, start: int, stop: int) -> Packed:
-        """Rows start..stop of the first axis: nothing is read yet."""
+        """Rows start..stop of the first axis, still unread."""
         shape = (stop - start, *self.shape[1:])
         first = start * DTYPES[self.dtype].nbytes(self.shape[1:])
         return Packed(
@@ -94,17 +94,17 @@ class Packed:
 
 
 Source = Callable[[], Tensor | Packed]
-"""Makes rows of a weight when their turn comes."""
+"""Reads or makes a weight's rows when they are stored."""
 
 
 def unpacked(piece: Tensor | Packed) -> Tensor:
-    """The tensor on the host, whichever way it came."""
+    """The tensor on the host; reads a Packed one."""
     return piece.load() if isinstance(piece, Packed) else piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A matrix in pieces, one after another: of several storage types, or read from different places of a file."""
+    """A matrix as consecutive pieces: of mixed storage types, or from several places of a file."""
 
     tensors: tuple[Tensor | Packed, ...]
 

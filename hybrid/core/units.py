@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Parse and format byte sizes, counts and rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show_bytes(size: int) -> str:
 
 
 def show_count(number: int) -> str:
-    """`840`, `12.5k`, `3.25G`: as progress bars write amounts."""
+    """`840`, `12.5k`, `3.25G`: an amount for progress bars."""
     for unit, least, factor in (("G", 10**9, 1e9), ("M", 10**6, 1e6), ("k", 10**4, 1e3)):
         if abs(number) >= least:
             return f"{number / factor:.4g}{unit}"
@@ -36,7 +36,7 @@ def show_count(number: int) -> str:
 
 
 def show_rate(per_second: float, unit: str) -> str:
-    """Three figures with a decimal prefix, whatever the size: `337 MFLOPS`, `12.3 TFLOPS`, `0 FLOPS`."""
+    """Three figures with a decimal prefix: `337 MFLOPS`, `12.3 TFLOPS`, `0 FLOPS`."""
     prefix, factor = next(
         ((p, f) for p, f in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(per_second) >= f), ("", 1.0)
     )
@@ -45,7 +45,7 @@ def show_rate(per_second: float, unit: str) -> str:
 
 
 def shortest(value: float) -> float:
-    """A number that went through float32, as it was meant: 9.999999974752427e-07 was 1e-06."""
-    import numpy as np  # what else is here serves commands that need no arrays
+    """The shortest decimal of a number stored as float32: 9.999999974752427e-07 -> 1e-06."""
+    import numpy as np  # not at module level: other functions serve commands without NumPy
 
     return float(str(np.float32(value))) if float(np.float32(value)) == value else value

@@ -1,4 +1,4 @@
-"""What a measurement says of the device that it was made on."""
+"""Provenance of measurements: device, driver, kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def provenance(device: str) -> str:
-    """What times of a device, by its name, are."""
+    """`measured`, or a warning for a simulated device, by the device's name."""
     if "sim-" in device:
         return "measured on this host; its NPU is simulated, so these are no speeds of an NPU"
     return "measured"

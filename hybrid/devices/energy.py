@@ -1,11 +1,11 @@
-"""Energy of what runs, where the machine can say: NVML, amdgpu's hwmon, RAPL.
+"""Energy measurement by NVML, amdgpu's hwmon or RAPL.
 
     NVIDIA GPU      NVML's energy counter (package nvidia-ml-py), or its power, sampled
     AMD GPU         power1_average or power1_input of amdgpu's hwmon, sampled
-    the processor   RAPL's package counters, which often only root may read
+    CPU             RAPL's package counters, often readable by root only
 
-Whole devices are measured, whoever else uses them, and boards, not what feeds them. A counter is renewed every 20 to
-100 ms, so sums below half a second say nothing and are not given.
+Readings are of the whole board, other processes included, without the power supply. Counters update every 20 to 100
+ms, so energies of runs shorter than SHORTEST are not reported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 SHORTEST = 0.5  # seconds
-SAMPLE = 0.05  # seconds between two looks at a power
+SAMPLE = 0.05  # seconds between two power readings
 
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """joules None: not available, `source` says why; else `source` says what counted them in `seconds` of runs."""
+    """Energy of `seconds` of runs. source: the counter; if joules is None, the reason why there is none."""
 
     joules: float | None
     seconds: float
@@ -45,8 +45,8 @@ class Energy:
 
 
 class Meter:
-    """Adds up the energy of the blocks `with meter.running():`. counter: joules since some time; power: watts now. One
-    of the two, or why there is none."""
+    """Accumulates the energy of blocks `with meter.running():`. counter: reads joules; power: reads watts. Give one of
+    them, or neither and the reason as `source`."""
 
     def __init__(
         self, source: str, counter: Callable[[], float] | None = None, power: Callable[[], float] | None = None
@@ -64,7 +64,7 @@ class Meter:
         self._seconds += time.perf_counter() - begin
 
     def take(self) -> Energy:
-        """What has been added up, and begin anew."""
+        """Return the accumulated energy and reset."""
         found, self._joules, self._seconds = (self._joules, self._seconds), 0.0, 0.0
         if self.counter is None and self.power is None:
             return Energy(None, found[1], self.source)
@@ -76,7 +76,7 @@ class Meter:
 
     @contextmanager
     def _sampled(self) -> Iterator[None]:
-        """Power times time: looked at by a thread, and at the beginning and the end."""
+        """Integrate power over time: sampled by a thread, and at both ends."""
         power, done, failed = self.power, threading.Event(), list[OSError]()
         assert power is not None
         last, watts = time.perf_counter(), power()
@@ -85,7 +85,7 @@ class Meter:
             nonlocal last, watts
             try:
                 now, fresh = time.perf_counter(), power()
-            except OSError as error:  # the sensor has gone: said where the block ends
+            except OSError as error:  # raised at the end of the block
                 failed.append(error)
                 return
             self._joules += (watts + fresh) / 2 * (now - last)
@@ -113,7 +113,7 @@ def _nothing() -> Iterator[None]:
 
 
 def meter_for(device: Any, sys: Path = Path("/sys")) -> Meter:
-    """For an open device (of several, the main one); one that says why, where nothing can be read."""
+    """The meter for an open device (its main device). If nothing can be read, its `source` gives the reason."""
     info = getattr(device, "info", None)
     if device.backend == "cpu" or info is None or info.kind == "cpu":
         return _rapl(sys / "class/powercap")
@@ -151,7 +151,7 @@ def _nvml(name: str) -> Meter:
 
 
 def _thousandth(pynvml: Any, ask: Callable[[Any], int], handle: Any) -> float:
-    """Milliwatts or millijoules as units. OSError, as of the other sources, where the GPU has gone."""
+    """Read milliwatts or millijoules as watts or joules. OSError if NVML fails, like the other sources."""
     try:
         return ask(handle) / 1e3
     except pynvml.NVMLError as error:
@@ -173,7 +173,7 @@ def _hwmon(folder: Path) -> Meter:
 
 
 def _rapl(folder: Path) -> Meter:
-    """The sum over processors; a counter begins at 0 again where it has reached its range."""
+    """The sum over CPU packages, with counter wrap-around at max_energy_range_uj."""
     packages = [p for p in sorted(folder.glob("*-rapl:*")) if p.name.count(":") == 1 and (p / "energy_uj").exists()]
     if not packages:
         return Meter(f"no RAPL counters in {folder}")

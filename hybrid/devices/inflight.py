@@ -1,10 +1,8 @@
-"""One pass of a plan whose segments run on several devices: which segments are complete, on which device, and by which
-ticket.
+"""Progress of one pass whose segments run on several devices: completed segments, their devices and tickets.
 
-`step` goes as far as the pass can without waiting for another device twice: it completes the segment that runs there,
-submits what follows on the main device and starts the next segment elsewhere. Stepping the passes in flight one after
-another therefore keeps both devices busy: while a segment of one pass runs on the NPU, a segment of another runs on the
-GPU.
+`step` advances the pass with at most one wait for a secondary device. It completes the segment running there, submits
+the following segments on the main device, and starts the next secondary segment. Stepping all passes in flight in turn
+keeps both devices busy: one pass's segment runs on the NPU while another pass's runs on the GPU.
 """
 
 from __future__ import annotations
@@ -19,42 +17,42 @@ from hybrid.core.device import Program, StepTime
 from hybrid.core.errors import DeviceLost
 from hybrid.planning.pipeline import needs, written
 
-if TYPE_CHECKING:  # multi.py makes InFlight, which keeps a reference to the program and device that made it
+if TYPE_CHECKING:  # avoids an import cycle: multi.py imports this module
     from hybrid.devices.multi import PassProgram
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A segment submitted to the main device, or complete on another one with its results delivered."""
+    """A segment submitted to the main device, or completed on a secondary one with its results copied back."""
 
     device: str
     ticket: int
-    """Of that device."""
+    """The device's ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRun:
-    """A segment's program as it ran, for times: the program keeps them until the next pass of its pipeline slot."""
+    """A segment's run, for step times. Its program keeps the times until the next pass of its pipeline slot."""
 
     program: Program
     device: str
     submitted: float
-    """time.perf_counter() then."""
+    """time.perf_counter() at the submit."""
 
 
 class InFlight:
-    """A pass of `program`. number: its ticket of the multi-device. earlier: the passes in flight before it, oldest
+    """A pass of `program`. number: its ticket of the multi-device. earlier: the earlier passes in flight, oldest
     first."""
 
     def __init__(self, program: PassProgram, number: int, earlier: Sequence[InFlight]) -> None:
         self.program, self.device, self.number = program, program.device, number
         self.events: list[Event] = []
-        """Of the segments complete so far, in order."""
+        """Events of the completed segments, in order."""
         self.runs: list[SegmentRun] = []
         self.ticket = 0
-        """The main device's, of the last segment that was submitted to it."""
+        """The main device's ticket of the last segment submitted to it."""
         self.begin = time.perf_counter()
-        self._elsewhere: Event | None = None  # the segment len(events), while another device runs it
+        self._elsewhere: Event | None = None  # segment len(events), while it runs on a secondary device
         self._needs = [(e, needs(e.program.segments, program.segments)) for e in earlier]
 
     @property
@@ -63,8 +61,8 @@ class InFlight:
         return len(self.events) == len(self.program.segments)
 
     def step(self) -> None:
-        """Complete the segment that another device runs, then submit segments up to and including the next one
-        elsewhere."""
+        """Complete the segment running on a secondary device, then submit segments up to and including the next
+        secondary one."""
         self._complete_elsewhere()
         while not self.complete:
             where = self.program.where(len(self.events))
@@ -73,25 +71,25 @@ class InFlight:
                 self._start_elsewhere(where)
                 return
             self._submit()
-        self._needs.clear()  # and with it the references to earlier passes
+        self._needs.clear()  # drops references to earlier passes
 
     def reach(self, segment: int) -> Event:
-        """The event of a segment, after as many steps as it needs."""
+        """Step until a segment is complete; returns its event."""
         while len(self.events) <= segment:
             self.step()
         return self.events[segment]
 
     def abandon(self) -> None:
-        """Wait until nothing of this pass runs on another device. Its errors follow from the failure that led here:
-        dropped."""
+        """Wait until no secondary device runs a segment of this pass. Errors are ignored: they follow from the failure
+        that caused the abandonment."""
         if self._elsewhere is not None and (other := self.device.others.get(self._elsewhere.device)) is not None:
             with suppress(Exception):
                 other.wait(self._elsewhere.ticket)
         self._elsewhere = None
 
     def times(self) -> tuple[StepTime, ...]:
-        """Steps of every segment, in seconds from `begin`. A segment whose device keeps no comparable clock is placed
-        at the time of its submit, or after what that device did before."""
+        """Step times of every segment, in seconds from `begin`. Without a comparable device clock, a segment starts at
+        its submit or after the device's previous segment."""
         found: list[StepTime] = []
         for run in self.runs:
             began = run.program.began()
@@ -106,8 +104,8 @@ class InFlight:
         return tuple(found)
 
     def _wait_for_earlier(self, where: str) -> None:
-        """Reach the segments of earlier passes that the next segment depends on. The main device keeps the order of its
-        submits; another device needs them to have finished there."""
+        """Complete the segments of earlier passes that the next segment depends on. The main device runs submits in
+        order; a secondary device must wait until the main device has finished them."""
         for earlier, wanted in self._needs:
             for segment in wanted[len(self.events)]:
                 event = earlier.reach(segment)
@@ -124,7 +122,7 @@ class InFlight:
         self.events.append(Event(self.device.backend, self.ticket))
 
     def _start_elsewhere(self, where: str) -> None:
-        """Start the next segment on another device, once the main one has finished what comes before it."""
+        """Start the next segment on a secondary device after the main device has finished the previous segments."""
         device, segment = self.device, len(self.events)
         steps, control = self.program.segments[segment].steps, self.program.plan.control
         if self.ticket:
@@ -134,15 +132,15 @@ class InFlight:
             device.transfers.send(where, steps, set(written(steps)), control)
             self._elsewhere = Event(where, program.submit())
             self.runs.append(SegmentRun(program, device.others[where].name, time.perf_counter()))
-        except DeviceLost:  # the main one's
+        except DeviceLost:  # of the main device
             raise
-        except Exception as error:  # whatever the other device's driver, files or sources raise
+        except Exception as error:  # any error of the secondary device's driver, files or sources
             device.fail_over(where, error)
             self.step()
 
     def _complete_elsewhere(self) -> None:
-        """Wait for the segment on another device and fetch its results. One that failed, or whose device another pass
-        has failed over, runs again on the fallback: what it reads is unchanged."""
+        """Wait for the segment on the secondary device and fetch its results. If it failed, or another pass has failed
+        over its device, run it on the fallback; its inputs are unchanged."""
         event, self._elsewhere = self._elsewhere, None
         if event is None:
             return

@@ -1,5 +1,5 @@
-"""The memories that a model is compared with: of the devices that are there, and of one that a user names. Nothing is
-opened."""
+"""Memory sizes to compare a model's footprint with: of present devices and of a size that a user gives. Opens no
+device."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 UNITS = "matrix units"
-"""Column of `needs` for Vulkan devices that multiply f16 matrices: their prompts pass in larger chunks."""
+"""Column of `needs` for Vulkan devices with f16 matrix units, which have larger prefill chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's memory, and by which entry of `needs` it is judged."""
+    """A device's memory size, and its column of `needs`."""
 
     device: str
     bytes: int
     needs: str
     problem: str | None = None
     dry: Any = None
-    """The device as kernels.vulkan.dry records for it, where it is there."""
+    """The dry-run device (kernels.vulkan.dry) of a present device."""
 
     def as_dict(self) -> dict[str, Any]:
         found = {"device": self.device, "bytes": self.bytes, "needs": self.needs}
@@ -28,7 +28,7 @@ class Memory:
 
 
 def asked_of(devices: Sequence[Memory]) -> dict[str, Any]:
-    """What `needs` is worked out for: Vulkan without and with matrix units, every device that is there, the cpu."""
+    """Columns of `needs`: Vulkan without and with matrix units, every present device, the cpu."""
     from hybrid.kernels.vulkan.dry import DryDevice
 
     kinds = {"vulkan": DryDevice(), UNITS: DryDevice(features=lambda feature: feature == "f16_matrices")}
@@ -36,8 +36,8 @@ def asked_of(devices: Sequence[Memory]) -> dict[str, Any]:
 
 
 def alike(asked: Mapping[str, Any]) -> dict[tuple[str, frozenset[str]], dict[str, Any]]:
-    """The entries of `asked_of` by what their plans follow from: whose types they hold (Vulkan and cpu differ where one
-    of them re-encodes a file's type), and their capabilities."""
+    """The entries of `asked_of`, grouped by what determines their plans: backend (which may re-encode weight types) and
+    capabilities."""
     from hybrid.planning.passes import capabilities_of
 
     groups: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
@@ -48,7 +48,7 @@ def alike(asked: Mapping[str, Any]) -> dict[tuple[str, frozenset[str]], dict[str
 
 
 def memories(given: int | None) -> list[Memory]:
-    """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
+    """Memory sizes to compare with: the given one, every Vulkan device's, and the cpu device's limit."""
     from hybrid.devices.opening import NoDevice
     from hybrid.kernels.host.memory import usable_bytes
 
@@ -61,7 +61,7 @@ def memories(given: int | None) -> list[Memory]:
 
 
 def _vulkan() -> list[Memory]:
-    """The largest device-local heap of each device; nothing is opened."""
+    """The largest device-local heap of each Vulkan device, without opening it."""
     from hybrid.devices.opening import NoDevice
 
     try:

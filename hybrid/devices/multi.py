@@ -1,9 +1,9 @@
-"""One plan on several devices: segments run in order, and what one device writes reaches the other before it reads it.
+"""Run one plan on several devices. Segments run in order, with transfers before each read of another device's results.
 
-The main device holds every tensor; another one holds what its steps use, in the same memory or as a copy
-(transfers.py). Prefill passes may overlap: each takes the next pipeline slot, a set of rows and activations of its own
-(planning/pipeline.py), and advances whenever the host waits for one of them (inflight.py). Nobody outside sees slots. A device that fails is replaced as the schedule says, for the rest of the run, and the
-reason is kept for reports.
+The main device stores every tensor. A secondary device has the tensors of its steps, in shared memory or as copies
+(transfers.py). Prefill passes may overlap: each has a pipeline slot with its own rows and activations
+(planning/pipeline.py), and advances when the host waits (inflight.py). Slots are internal. A failed secondary device is
+replaced by the schedule's fallback for the rest of the run; reports give the reason.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hybrid.planning.segments import segments
 
 
 class MultiDevice:
-    """hybrid.core.device.Device over a main device and others by their backends' names.
+    """hybrid.core.device.Device over a main device and secondary devices by backend name.
 
-    fallback: the device that takes over the steps of one that fails, by backend; so far always the main one. depth: how
-    many prefill passes may overlap."""
+    fallback: backend of a secondary device -> the one that takes over after a failure; always the main one so far.
+    depth: most overlapping prefill passes."""
 
     def __init__(self, main: Device, others: Mapping[str, Device], fallback: Mapping[Any, str], depth: int = 1) -> None:
         self.main, self.others = main, dict(others)
@@ -37,13 +37,13 @@ class MultiDevice:
         self.transfers = Transfers(main, self.others)
         self.failures: list[str] = []
         self.in_flight: list[InFlight] = []
-        """Passes of which some segment has not been submitted, oldest first."""
+        """Incomplete passes, oldest first."""
         self._tickets = 0
         self._arena = 0  # bytes of a pipeline slot's activations
         self._next = 0  # pipeline slot of the next prefill pass
-        self._slots: dict[int, int] = {}  # of the last passes, by ticket
-        self._own: set[str] = set()  # tensors that each pipeline slot has one of
-        self._main_tickets: dict[int, int] = {}  # of a complete pass: this device's ticket -> the main device's
+        self._slots: dict[int, int] = {}  # ticket of a recent pass -> its pipeline slot
+        self._own: set[str] = set()  # per-pass tensors
+        self._main_tickets: dict[int, int] = {}  # of complete passes: this device's ticket -> the main device's
 
     @property
     def counters(self) -> Counters:
@@ -99,8 +99,8 @@ class MultiDevice:
         return self.main.peek(name, row, column, self._main_ticket(ticket))
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
-        """Of the main device. The others allocate their segments' activations when these are compiled, and every device
-        then allocates its kernels' scratch memory; but what they lack for `plans` they say now."""
+        """Reserve on the main device. Secondary devices allocate activations when their segments are compiled, and all
+        allocate kernel scratch then; but they report missing resources for `plans` now."""
         plans, self._arena = tuple(plans), arena_bytes
         self.main.reserve(self.depth * arena_bytes)
         for name, device in tuple(self.others.items()):
@@ -118,8 +118,7 @@ class MultiDevice:
             self._main_tickets.clear()
 
     def memory(self) -> Mapping[str, int]:
-        """See Device.memory; of the other devices as `npu.state` and so on, without what they share with the main
-        one."""
+        """See Device.memory. Secondary devices' bytes are named such as `npu.state` and exclude shared memory."""
         held = dict(self.main.memory())
         for name, device in self.others.items():
             own = {**device.memory()}
@@ -153,13 +152,13 @@ class MultiDevice:
         return MultiProgram(self, plan, profile, cooperative)
 
     def next_slot(self) -> int:
-        """The pipeline slot whose last pass was the longest ago."""
+        """The least recently used pipeline slot."""
         self._next = (self._next + 1) % self.depth
         return self._next
 
     def launch(self, program: PassProgram) -> int:
-        """Start a pass; returns its ticket. A pass in a pipeline slot overlaps with those in other slots and advances
-        when the host waits; one without a slot runs alone and is complete when this returns."""
+        """Start a pass; returns its ticket. A pass in a pipeline slot may overlap passes in other slots and advances
+        when the host waits. A pass without a slot runs alone and is complete on return."""
         slot = program.slot
         self._complete(lambda f: slot is None or f.program.slot == slot)
         self._tickets += 1
@@ -174,17 +173,16 @@ class MultiDevice:
         return self._tickets
 
     def fail_over(self, where: str, error: Exception) -> None:
-        """Close a device that failed and run its steps on its fallback from now on; raises where the schedule names
-        none: a RuntimeError, `error` itself where it is one. Other passes' work that it has not begun is dropped, and
-        what it runs ends first, so that it writes nothing after this. One device fails once: `failures` gets a line for
-        it, with the cause."""
+        """Close a failed device and run its steps on its fallback from now on. Drops other passes' queued work on it
+        and waits for running work, so that it writes nothing later. Adds one line with the cause to `failures`. Without
+        a fallback, raises a RuntimeError (`error` itself if it is one)."""
         if where not in self.fallback:
             if isinstance(error, RuntimeError):
                 raise error
             raise RuntimeError(f"{where}: {cause(error)}") from error
         if where in self.others:
             self.failures.append(f"{where}: {cause(error)}")
-            with suppress(Exception):  # the cause has been told; a device that is gone may not close
+            with suppress(Exception):  # the cause is reported; a lost device may fail to close
                 self.others.pop(where).close()
 
     def _main_ticket(self, ticket: int | None) -> int | None:
@@ -218,14 +216,14 @@ class MultiDevice:
 
 
 def cause(error: Exception) -> str:
-    """One line for a report; the kind of error where its text alone does not say it."""
+    """One line for a report, with the error's type if the text is unclear without it."""
     text = " ".join(str(error).split())
     told = isinstance(error, (RuntimeError, ValueError)) and text
     return text if told else f"{type(error).__name__}: {text}"
 
 
 class MultiProgram:
-    """A plan in every pipeline slot; one that overlaps with no other pass, decode's, has one form alone."""
+    """A plan compiled for every pipeline slot; a plan that never overlaps (decode) is compiled once."""
 
     def __init__(self, device: MultiDevice, plan: Plan, profile: bool, cooperative: bool) -> None:
         self.device, self.plan, self.profile = device, plan, profile
@@ -259,8 +257,8 @@ class MultiProgram:
 
 
 class PassProgram:
-    """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is
-    needed. slot: its pipeline slot; None: it runs alone."""
+    """A plan cut into segments, each compiled by its device, or by the fallback when needed. slot: its pipeline slot;
+    None: it runs alone."""
 
     def __init__(self, device: MultiDevice, plan: Plan, slot: int | None, profile: bool, cooperative: bool) -> None:
         self.device, self.plan, self.profile, self.cooperative = device, plan, profile, cooperative
@@ -277,11 +275,11 @@ class PassProgram:
             except Exception as error:
                 if where == device.backend:
                     raise
-                device.fail_over(where, error)  # before the first pass: files that are missing, memory that is short
+                device.fail_over(where, error)  # before the first pass: missing files, too little memory
                 self.segment_program(i)
 
     def where(self, i: int) -> str:
-        """The backend that runs a segment now: its own, or the fallback."""
+        """The backend that runs a segment now: its own or the fallback."""
         name, device = self.segments[i].device, self.device
         return name if name in device.others else device.backend
 

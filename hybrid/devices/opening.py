@@ -1,7 +1,7 @@
-"""Opening what a schedule asks for: the devices of --device's chain in order, and beside the first that can be used
-those on which the schedule places steps: the NPU, or the host (`cpu`), whose weights stay in their file.
+"""Open the devices of a schedule: the first usable device of --device's chain, and the secondary devices of placed
+steps (the NPU, or the host `cpu`, whose weights stay in their file).
 
-What could not be used, and why, is part of the answer: nothing falls back silently.
+The result lists unusable devices with reasons: no fallback is silent.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NpuKind = Literal["npu", "sim"]
 
 
 class NoDevice(RuntimeError):
-    """No device of the chain can be used; the line says why for each."""
+    """No device of the chain is usable; the line gives the reason for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """`device` runs plans; `main` is the one of them that holds everything (the same, where there is no other).
-    passed_over: why those that were asked for before it, or beside it, are not used."""
+    """`device` runs plans; `main` is the main device (the same object without secondary devices). passed_over: for each
+    unusable device, a line with the reason."""
 
     device: Device
     main: Device
@@ -34,10 +34,9 @@ class Opened:
 
 
 def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu") -> Opened:
-    """The first usable device of the chain that `device` names in the schedule, joined by the NPU (`sim`: its
-    simulator) where the schedule places steps on it. Where there is no NPU, the schedule's fallback takes these steps
-    over. Raises NoDevice, ValueError for a name that is no chain, RuntimeError for an NPU that is missing and has no
-    fallback."""
+    """The first usable device of the schedule's chain `device`, with the NPU (`sim`: its simulator) if the schedule
+    places steps on it. If the NPU is missing, the schedule's fallback runs these steps. Raises NoDevice, ValueError for
+    an unknown chain, RuntimeError for a missing NPU without a fallback."""
     opened = _first(schedule.chain(device))
     try:
         return beside(opened, schedule, npu)
@@ -48,8 +47,8 @@ def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu")
 
 @contextmanager
 def opening_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu") -> Iterator[Callable[[], Opened]]:
-    """`open_devices` in the background while the block does other work (drivers take their time, but not the
-    interpreter); what it gives waits for them. Where the block fails, they are closed."""
+    """Run `open_devices` in a thread while the block does other work (driver calls release the GIL). The yielded
+    function waits for the result. If the block fails, the devices are closed."""
     with ThreadPoolExecutor(1, "open") as background:
         opening = background.submit(open_devices, schedule, device, npu)
         try:
@@ -61,8 +60,8 @@ def opening_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "np
 
 
 def open_again(opened: Opened, schedule: Schedule, lent: Mapping[str, str] | None = None) -> Opened:
-    """The same devices for another model that runs in turns with the first; `lent` and that: Device.sibling. Raises as
-    open_devices does."""
+    """Sibling devices for a second model, such as a draft model (Device.sibling, also `lent`). Raises as open_devices
+    does."""
     again = opened.main.sibling(lent)
     try:
         return beside(Opened(again, again), schedule)
@@ -72,8 +71,7 @@ def open_again(opened: Opened, schedule: Schedule, lent: Mapping[str, str] | Non
 
 
 def open_device(name: str) -> Opened:
-    """The device that --device names for work that has no schedule: one operation, a probe. `gpu`: a real one, or
-    none."""
+    """The device for --device without a schedule (one operation, a probe). `gpu`: a real GPU, no fallback."""
     return _first(("vulkan:gpu",) if name == "gpu" else find_schedule("gemma3").chain(name))
 
 
@@ -116,28 +114,26 @@ OPENERS: dict[str, Callable[[str], Device]] = {"vulkan": _vulkan, "cpu": _cpu}
 
 
 def beside(opened: Opened, schedule: Schedule, npu: NpuKind = "npu") -> Opened:
-    """The main device, joined by the others on which the schedule places steps. Raises as open_devices does, and closes
-    nothing."""
+    """The main device with the secondary devices on which the schedule places steps. Raises as open_devices does;
+    closes no device on errors."""
     wanted = set(schedule.elsewhere) - {opened.main.backend}
     if not wanted:
         return opened
-    from hybrid.devices.multi import MultiDevice  # only such schedules need it
+    from hybrid.devices.multi import MultiDevice  # imported only for multi-device schedules
 
     others: dict[str, Device] = {}
     passed_over, depth = opened.passed_over, 1
     if "cpu" in wanted:
-        from hybrid.kernels.oracle.device import (
-            CpuDevice,  # a backend is imported where it is used: each takes its time
-        )
+        from hybrid.kernels.oracle.device import CpuDevice  # lazy: backend imports are slow
 
-        others["cpu"] = CpuDevice(memory=0)  # what a schedule places there has no room elsewhere: it stays in its file
+        others["cpu"] = CpuDevice(memory=0)  # weights placed on the host stay in their file
     if "npu" in wanted:
         from hybrid.kernels.npu.device import NpuDevice  # likewise
         from hybrid.kernels.npu.xrt import NpuUnavailable
 
         try:
             others["npu"], depth = NpuDevice(npu), pipeline_depth(schedule)
-        except Exception as error:  # NpuUnavailable, or whatever a driver's library raises while it is opened
+        except Exception as error:  # NpuUnavailable, or any error of a driver library
             why = str(error) if isinstance(error, NpuUnavailable) else f"{type(error).__name__}: {error}"
             if "npu" not in schedule.fallback:
                 raise RuntimeError(f"schedule {schedule.schedule.name}: {why}") from None

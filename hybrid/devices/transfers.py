@@ -1,10 +1,9 @@
-"""Tensors that several devices of one plan use: in memory that all of them see, else copied when another one has
-written them.
+"""Tensors that several devices of a plan use: in shared memory, else copied after another device's writes.
 
-Tensors that outlive plans or pass between devices are shared where the main device computes on host memory and can
-import it. Of a KV cache that cannot be shared, blocks that the pass has appended to are copied; all that it reads only
-where the other device has missed passes. An NPU's DMA cannot follow block tables, so it keeps views of its own
-(kernels/npu/views.py), which are told here when a pass appended that it did not see.
+Persistent tensors and activations between devices are shared if the main device can import host memory. Of a KV cache
+that cannot be shared, only blocks that the pass has appended to are copied; all blocks it reads if the secondary device
+has missed passes. An NPU's DMA cannot use block tables, so it keeps views (kernels/npu/views.py), which are
+invalidated here after appends that it has missed.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from hybrid.planning.pipeline import CACHES
 
 @dataclass(slots=True)
 class TransferCounts:
-    """Tensors that both devices see, and copies between them."""
+    """Numbers of shared tensors and of copies between devices."""
 
     shared: int = 0
     shared_bytes: int = 0
     copies: int = 0
     copied_bytes: int = 0
     dma_bufs: int = 0
-    """Of what is shared: buffers that one device exported and the main one imported, not anonymous pages."""
+    """Shared buffers that were imported as dma-bufs rather than anonymous pages."""
     why_not: str = ""
-    """Why what could be shared is copied."""
+    """Why tensors are copied instead of shared."""
 
     def __str__(self) -> str:
         shared = f"{self.shared_bytes / 1e6:.2f} MB" + (f", {self.dma_bufs} dma-bufs" if self.dma_bufs else "")
@@ -44,20 +43,20 @@ class TransferCounts:
 
 @runtime_checkable
 class Exporter(Protocol):
-    """A device whose driver exports buffers as dma-bufs."""
+    """A device that can export buffers as dma-bufs."""
 
     def export(self, decl: TensorDecl) -> Exported: ...
 
 
 @runtime_checkable
 class Viewer(Protocol):
-    """A device that keeps what it has read of caches, in another order."""
+    """A device that caches re-ordered copies of KV caches."""
 
     def forget(self, name: str) -> None: ...
 
 
 class Transfers:
-    """Keeps the tensors of `main` and of `others` (by backend) the same: notes who wrote last, and copies before a
+    """Coherence of the tensors of `main` and `others` (by backend): tracks writes and copies stale tensors before a
     read."""
 
     def __init__(self, main: Device, others: Mapping[str, Device]) -> None:
@@ -65,19 +64,19 @@ class Transfers:
         self.counts = TransferCounts()
         self._decls: dict[str, TensorDecl] = {}
         self._pages: dict[str, Tensor] = {}
-        self._exported: list[Exported] = []  # they outlive their device: the main one goes on with what lies in them
+        self._exported: list[Exported] = []  # must outlive their device: the main device still uses them
         self._writes: dict[str, int] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._appends: dict[
             tuple[str, str], int
-        ] = {}  # writes of a cache at the last pass that another device read it in
+        ] = {}  # (device, cache) -> the cache's write count at the device's last read
         self._complete: dict[
             tuple[str, str], set[int]
-        ] = {}  # slots of which a copy has all that was appended since then
+        ] = {}  # (device, cache) -> slots whose copy is up to date since then
 
     def store(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> None:
-        """On the main device, in memory that others can use where that is possible; weights stay in its own memory, or
-        in that of the other device that alone uses them."""
+        """Store on the main device, in shared memory if possible. Weights are stored in the main device's own memory,
+        or on the only device that uses them (TensorDecl.device)."""
         if decl.device in self.others:
             self.others[decl.device].store(decl, value, parts)
         elif decl.kind == "weight" or value is not None or parts or not self.others or not self._share(decl):
@@ -88,7 +87,7 @@ class Transfers:
             self._seen[decl.device, decl.name] = self._writes[decl.name]
 
     def _share(self, decl: TensorDecl) -> bool:
-        """In anonymous pages, else in a buffer that another device exports; False where neither is possible
+        """Store in anonymous pages, else in a dma-buf that a secondary device exports. False if both fail
         (counts.why_not)."""
         reasons = []
         for way in (self._in_pages, self._in_dma_buf):
@@ -121,11 +120,11 @@ class Transfers:
         return exported.value
 
     def mark_written(self, name: str) -> None:
-        """The main device has new contents, or will have them once it was waited for: copies are out of date."""
+        """Mark copies as stale: the main device has written the tensor or has a submitted write to it."""
         self._writes[name] = self._writes.get(name, 0) + 1
 
     def hold(self, where: str, names: Sequence[str]) -> None:
-        """Import the main device's memory on another device, or allocate it for copies."""
+        """Import the main device's tensors on a secondary device, or allocate copies."""
         for name in names:
             if (where, name) in self._seen:
                 continue
@@ -139,13 +138,12 @@ class Transfers:
             self._seen[where, name] = -1
 
     def shared_with(self, where: str) -> int:
-        """Bytes of the main device's memory that another device uses in place."""
+        """Bytes of shared memory that a secondary device uses in place."""
         return sum(self._pages[n].nbytes for w, n in self._seen if w == where and n in self._pages)
 
     def send(self, where: str, steps: Sequence[Step], results: set[str], control: str) -> None:
-        """Copy to another device what its steps read and it does not have yet; `results`, which they write, are left
-        out. The main device must have finished these tensors (the caller waits); `control` names the pass's control
-        words."""
+        """Copy stale inputs of `steps` to a secondary device, without `results`, which they overwrite. The caller must
+        have waited for the main device's writes. control: the pass's control tensor."""
         caches = {s.args[c]: s for s in steps if "block_table" in s.args for c in CACHES if c in s.args}
         names = {control, *(n for s in steps for n in s.args.values())} - results - set(self._pages)
         for name in sorted(names - set(caches)):
@@ -160,9 +158,8 @@ class Transfers:
                     self._copy(where, name, start, stop)
 
     def _follow(self, where: str, name: str) -> None:
-        """Note the appends of a pass to a cache that another device is about to read. A pass appends once; more than
-        that, and some other pass appended what the device has not read: nothing that it has kept is known to be
-        right."""
+        """Track appends to a cache that a secondary device is about to read. A pass appends once. If more than one
+        append happened since its last read, the device has missed a pass, and its copy is invalidated."""
         writes, before = self._writes.get(name, 0), self._appends.get((where, name))
         self._appends[where, name] = writes
         if before is None or writes - before > 1:
@@ -172,7 +169,7 @@ class Transfers:
                 device.forget(name)
 
     def fetch(self, where: str, names: Sequence[str], rows: Mapping[str, int], ticket: int) -> None:
-        """Copy to the main device the rows 0..rows[name] that another device has written by `ticket`."""
+        """Copy rows 0..rows[name], which a secondary device has written by `ticket`, to the main device."""
         for name in names:
             if name not in self._pages:
                 value = self.others[where].read(name, 0, rows[name], ticket)
@@ -187,8 +184,8 @@ class Transfers:
         self._count(value)
 
     def _blocks(self, step: Step, size: int, control: str, complete: set[int]) -> list[tuple[int, int]]:
-        """(first, end) of consecutive blocks of a cache, `size` positions each, that a step's live rows attend to; of
-        slots that are `complete` those that they were appended to. The slots are complete after this."""
+        """(first, end) ranges of cache blocks (`size` positions each) that a step's live rows attend to. For slots in
+        `complete`, only blocks that were appended to. Adds the slots to `complete`."""
         main = self.main
         live = int(main.read(control).array[CONTROL[step.extent]])
         slots, positions = (main.read(step.args[n], 0, live).array for n in ("slots", "positions"))

@@ -1,5 +1,5 @@
-"""python -m hybrid.generate [MODEL] --prompt TEXT: text as it comes, then one line of statistics. With --chat and no
-prompt, a conversation."""
+"""python -m hybrid.generate [MODEL] --prompt TEXT: stream generated text, then print a line of statistics. With --chat
+and no prompt, a conversation."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def parser() -> argparse.ArgumentParser:
         "--batch",
         type=Path,
         metavar="FILE",
-        help="many prompts at once: one a line, or a JSON object a line with prompt and any option of Model.submit; - reads "
+        help="batch of prompts: one a line, or a JSON object a line with prompt and any option of Model.submit; - reads "
         "standard input",
     )
     p.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="with --batch: a JSON object a line for each result; those that are there already are kept, and the rest is done",
+        help="with --batch: append a JSON object a line for each result; resumes after existing results",
     )
-    p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
-    add_ray(p, "with --batch: shared out between engines, through Ray Data")
-    p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    p.add_argument("--slots", type=positive, metavar="N", help="with --batch: most running prompts (8)")
+    add_ray(p, "with --batch: distribute prompts over engines with Ray Data")
+    p.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
     p.add_argument(
@@ -100,9 +100,9 @@ def _main(args: argparse.Namespace) -> int:
     path = args.model
     if path is None:
         if not DEMO.is_file():
-            raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
+            raise ValueError(f"the embedded model {DEMO} does not exist: name a .gguf file or a Hugging Face directory")
         path = DEMO
-    with usage():  # refused before the model is loaded
+    with usage():  # before the model is loaded
         Sampling(**sampling_options(args))
         check_guesses(args)
         StopFilter(args.stop)
@@ -192,14 +192,14 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of Model.generate and Model.submit."""
+    """Options of Model.generate and Model.submit."""
     most = CONVERSATION_TOKENS if args.chat and args.prompt is None and args.batch is None else DEFAULT_TOKENS
     most = most if args.max_tokens is None else args.max_tokens
     return {**sampling_options(args), "stop": args.stop, "ignore_eos": args.ignore_eos, "max_tokens": most}
 
 
 def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
-    """A prompt's ids; with --chat those of a user's turn."""
+    """A prompt's ids; with --chat those of a user message."""
     from hybrid.generate.many import encoded
 
     return encoded(model, text, args.chat, args.system, args.parse_special)

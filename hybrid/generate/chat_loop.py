@@ -1,7 +1,7 @@
 """A conversation at the terminal: `python -m hybrid.generate MODEL --chat`.
 
-The whole conversation is rendered anew for each turn by the checkpoint's template, and what the KV
-cache holds of it is not run again. Ctrl-C stops an answer, which stays in the conversation as far as it came.
+The checkpoint's template renders the whole conversation for each turn; the KV cache reuses its prefix. Ctrl-C stops an
+answer, whose partial text stays in the conversation.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hybrid.text.chat_template import ChatError
 
 HELP = (
     "/reset forgets the conversation, /drop its oldest turns, /system TEXT says how to answer, /exit or Ctrl-D ends, "
-    "Ctrl-C stops an answer; a pasted text is one turn, and a line that ends in \\ goes on in the next"
+    "Ctrl-C stops an answer; a pasted text is one turn, and a line that ends in \\ continues in the next"
 )
 _COMMAND = re.compile(r"/[a-z]+")
-_ROOM = 4  # a part of the context that is free for an answer after the oldest turns were dropped
+_ANSWER_SHARE = 4  # /drop frees 1 / _ROOM of the context for an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """options: of each answer, as Model.generate takes them. parse_special: control tokens are recognised in what is
-    typed. system: how the model is to answer; templates put it before the first turn."""
+    """options: of Model.generate for each answer. parse_special: recognise control tokens in the input. system: the
+    system prompt."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     parse_special: bool = False
@@ -39,18 +39,18 @@ class Options:
 
 
 class Conversation:
-    """Turns of one conversation with a model. What an earlier turn left in the cache is not run again."""
+    """A conversation with a model. Turns reuse the KV cache of earlier ones."""
 
     def __init__(self, model: Model, options: Options) -> None:
         self.model, self.options = model, options
         self.messages: list[Message] = []
         self.system = options.system
         self.refused = ""
-        """The last turn for which the context had no room."""
+        """The last message that exceeded the context."""
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer to one user turn, piece by piece. The turn joins the conversation when the answer ends or is
-        dropped after its first piece. ChatError or ContextExceeded where the turn is impossible: it is forgotten."""
+        """Stream the answer to a user message. The turn is added when the answer ends or is stopped after its first
+        piece. ChatError or ContextExceeded for an impossible message, which is dropped."""
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         self.refused = ""
         try:
@@ -66,11 +66,10 @@ class Conversation:
         return encode(checkpoint.tokenizer, [*first, *messages], checkpoint.chat_template, self.options.parse_special)
 
     def drop(self) -> int:
-        """Forget the oldest turns (each with its answer), until the turn that was refused, or any short one, leaves
-        room for an answer: a quarter of the context, or max_tokens. Always one, if there is one. Returns how many were
-        forgotten."""
+        """Drop the oldest turns with their answers, at least one, until the refused message (or a short one) leaves a
+        quarter of the context, or max_tokens, for an answer. Returns the number of dropped turns."""
         ctx, dropped = self.model.engine.cache.ctx, 0
-        most = ctx - min(self.options.options.get("max_tokens", 64), ctx // _ROOM)
+        most = ctx - min(self.options.options.get("max_tokens", 64), ctx // _ANSWER_SHARE)
         asked: Message = {"role": "user", "content": self.refused or "?"}
         while self.messages and (not dropped or len(self._ids([*self.messages, asked])) > most):
             self.messages = self.messages[2:]
@@ -91,12 +90,12 @@ class Conversation:
                 self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
 
     def reset(self) -> None:
-        """Begin anew; the system prompt stays."""
+        """Clear the conversation; keeps the system prompt."""
         self.messages, self.refused = [], ""
 
 
 class _Interrupt:
-    """While an answer runs: the first Ctrl-C asks it to stop after its next piece, the second breaks it off."""
+    """During an answer, the first Ctrl-C stops it after its next piece, the second interrupts it at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -115,7 +114,8 @@ class _Interrupt:
 
 
 def run_loop(model: Model, options: Options, details: bool = False) -> int:
-    """Read turns from standard input until it ends; 0. `details`: statistics of every answer on standard error."""
+    """Read messages from standard input until its end; returns 0. details: print statistics of every answer to standard
+    error."""
     read = reader()
     _say(f"{model.checkpoint.name} on {model.device}. {HELP}")
     conversation = Conversation(model, options)
@@ -128,12 +128,12 @@ def run_loop(model: Model, options: Options, details: bool = False) -> int:
         except EOFError:
             print()
             return 0
-        except KeyboardInterrupt:  # outside an answer it drops the line
+        except KeyboardInterrupt:  # outside an answer: discard the line
             print()
 
 
 def _obey(conversation: Conversation, line: str, details: bool) -> None:
-    """What was typed: a command, a turn, or nothing."""
+    """Handle an input line: a command, a message, or nothing."""
     text = line.strip()
     if text == "/reset":
         conversation.reset()
@@ -149,7 +149,7 @@ def _obey(conversation: Conversation, line: str, details: bool) -> None:
 
 
 def _drop(conversation: Conversation, details: bool) -> None:
-    """Forget the oldest turns; the turn for which there was no room is asked again."""
+    """Drop the oldest turns, and retry the message that exceeded the context."""
     dropped, left = conversation.drop(), len(conversation.messages) // 2
     if not dropped:
         _say("there is no turn to forget")

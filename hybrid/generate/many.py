@@ -1,8 +1,8 @@
-"""generate --batch FILE: many prompts at once, their results in the file's order.
+"""generate --batch FILE: generate for a file of prompts, with results in the file's order.
 
-FILE has a prompt a line, or, where a line begins with {, a JSON object: {"prompt": "...", "max_tokens": 100, ...} with
-any option of Model.submit. Results go to standard output, or, one JSON object a line, into --output FILE; results that
-are there already are kept, so that what was interrupted goes on.
+Each line of FILE is a prompt or, if it begins with {, a JSON object: {"prompt": "...", "max_tokens": 100, ...} with any
+option of Model.submit. Results are printed, or written to --output FILE as one JSON object a line. An interrupted batch
+resumes after the existing results.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hybrid.engine.request import Completion, Options
 from hybrid.text.stops import StopFilter
 
 BREAK = "\n\f\n"
-"""Between the texts of two results on standard output: texts may have empty lines."""
+"""Separator of results on standard output, since texts may have empty lines."""
 NOT_OURS = ("constraint",)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A line of the file: the prompt, and options that differ from those of the command."""
+    """A line of the file: the prompt, and options that override the command's."""
 
     prompt: str
     options: Mapping[str, Any]
@@ -75,7 +75,8 @@ def _parsed(where: str, line: str) -> Asked:
 
 
 def written(path: Path, asked: Sequence[Asked]) -> int:
-    """How many results an output file has: those of the first prompts, whole. ValueError where they are of others."""
+    """Number of complete results in an output file, those of the first prompts. ValueError for results of other
+    prompts."""
     if not path.exists():
         return 0
     data = path.read_text(encoding="utf-8")
@@ -95,7 +96,7 @@ def written(path: Path, asked: Sequence[Asked]) -> int:
 
 
 def encoded(model: Any, text: str, chat: bool, system: str, parse_special: bool) -> list[int]:
-    """A prompt's ids; with `chat` those of a user's turn, after a `system` text where there is one."""
+    """A prompt's ids; chat: as a user message, after the `system` prompt if given."""
     if not chat:
         return list(model.encode(text, parse_special=parse_special))
     from hybrid.text.chat import encode
@@ -115,8 +116,8 @@ def run_batch(
     as_json: bool,
     guesses: str = "",
 ) -> int:
-    """Generate for all; prints or writes the results, then a line of totals on standard error, and one of guesses where
-    `guesses` says whose they are. Returns the exit code: 1 where a prompt has an error in place of a text."""
+    """Generate for all prompts and print or write the results, then totals on standard error. guesses: the drafter's
+    name, for a line on speculation. Returns the exit code: 1 if a prompt failed."""
 
     def results(rest: Sequence[Asked], first: int) -> Iterator[dict[str, Any]]:
         def asked_for(a: Asked) -> Handle:
@@ -139,12 +140,12 @@ def write_all(
     as_json: bool,
     guesses: str = "",
 ) -> int:
-    """Print or write what `results` makes of the prompts that have none yet, of which the first has that index; in
-    order."""
+    """Print or write, in order, the results of prompts without one. results(prompts, index of the first) generates
+    them."""
     done = 0 if output is None else written(output, asked)
     rest = asked[done:]
     if done:
-        print(f"{output}: {done} of {len(asked)} results are there already", file=sys.stderr)
+        print(f"{output}: {done} of {len(asked)} results exist already", file=sys.stderr)
     target: IO[str] = sys.stdout if output is None else output.open("a", encoding="utf-8")
     totals = _Totals()
     try:
@@ -167,12 +168,14 @@ def write_all(
         print(totals.line(device), file=sys.stderr)
         if guesses:
             share = f" ({100 * totals.accepted / totals.drafted:.0f} %)" if totals.drafted else ""
-            print(f"guesses ({guesses}): drafted {totals.drafted}, accepted {totals.accepted}{share}", file=sys.stderr)
+            print(
+                f"speculation ({guesses}): drafted {totals.drafted}, accepted {totals.accepted}{share}", file=sys.stderr
+            )
     return 1 if totals.errors else 0
 
 
 def result(index: int, asked: Asked, one: Completion | Exception) -> dict[str, Any]:
-    """A prompt's result as plain data: a line of --output, which says what was wrong where there is no text."""
+    """A prompt's result, or its error, as the JSON object of a line of --output."""
     if isinstance(one, Exception):
         return {"index": index, "prompt": asked.prompt, "error": f"{asked.where}: {one}" if asked.where else str(one)}
     usage = {f.name: getattr(one.usage, f.name) for f in fields(one.usage)}

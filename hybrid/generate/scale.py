@@ -1,7 +1,7 @@
 """generate --batch --ray: the prompts of a file as a Ray dataset, mapped by a pool of engines, one for each device.
 
-Ray Data hands out parts of the file, gives what a lost engine had to another one, and keeps the order. A part holds
-some times as many prompts as an engine runs together, so that few of them wait for the last of a part.
+Ray Data distributes parts of the file, retries a lost engine's parts, and keeps the order. A part has several times as
+many prompts as an engine has slots, so that few slots idle at its end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hybrid.engine.handle import Handle, outcomes
 from hybrid.generate.many import Asked, encoded, result
 
 PARTS = 4
-"""Parts for each engine, where there are prompts enough: the last to end waits for no more than one of them."""
+"""Parts for each engine, given enough prompts, to balance load at the end."""
 MOST = 8
-"""Times as many prompts in a part as an engine runs together, at most."""
+"""Most prompts of a part, as a multiple of an engine's slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """How a prompt becomes ids."""
+    """Options for encoding prompts."""
 
     chat: bool
     system: str
@@ -34,7 +34,7 @@ class Prompts:
 
 
 class Devices:
-    """An actor that says which device the next engine is for; one that is started again gets the next in turn."""
+    """An actor that assigns devices to engines, round-robin; a restarted engine gets the next one."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._next = list(names), 0
@@ -45,8 +45,8 @@ class Devices:
 
 
 class Engine:
-    """Maps parts of the dataset: rows with `asked`, JSON of [index, prompt, options, line], get `result`, JSON of a
-    result or of why there is none."""
+    """Maps parts of the dataset: `asked` (JSON of [index, prompt, options, line]) to `result` (JSON of a result or an
+    error)."""
 
     def __init__(
         self, load: Mapping[str, Any], devices: Any, options: Mapping[str, Any], prompts: Mapping[str, Any]
@@ -76,14 +76,14 @@ class Engine:
 
 
 def _with_ids(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that went through JSON, where token ids became text."""
+    """Restore options after JSON, which turns token ids of keys into text."""
     bias = options.get("logit_bias")
     return {**options, **({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})}
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Engines to be: load are options of hybrid.load, but for the device."""
+    """A pool of engines. load: options of hybrid.load, without the device."""
 
     load: Mapping[str, Any]
     devices: Sequence[str]
@@ -91,7 +91,7 @@ class Pool:
     def results(
         self, rest: Sequence[Asked], first: int, options: Mapping[str, Any], prompts: Prompts
     ) -> Iterator[dict[str, Any]]:
-        """Of each prompt, in order, as they come; `first`: the first one's index."""
+        """Stream the prompts' results in order. first: index of the first prompt."""
         import ray.data
 
         part = part_of(len(rest), len(self.devices), int(self.load["slots"]))
@@ -110,13 +110,14 @@ class Pool:
 
 
 def part_of(prompts: int, engines: int, slots: int) -> int:
-    """Prompts of a part."""
+    """Number of prompts of a part."""
     return max(slots, min(MOST * slots, -(-prompts // (PARTS * engines))))
 
 
 @contextmanager
 def engines(load: Mapping[str, Any], devices: Sequence[str], address: str | None = None) -> Iterator[Pool]:
-    """address: a running cluster's; without one, Ray is started on this machine and ended with the block."""
+    """Context manager of a pool of engines. address: of a running Ray cluster; None: start a local one for the
+    block."""
     with cluster(address):
         import ray.data
 

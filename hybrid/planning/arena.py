@@ -1,5 +1,5 @@
-"""Offsets of activations in their shared arena: each lives from the step that writes it to the last that reads it, and
-two whose lifetimes overlap never share bytes. Greedy best fit, largest first (the order matters more than the fit)."""
+"""Arena allocation of activations. A tensor's lifetime is from the step that writes it to its last reader; tensors with
+overlapping lifetimes get disjoint bytes. Greedy best fit, largest first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid.core.plan import ALIGN
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A tensor's bytes and the first and last step (inclusive) during which it must stay intact."""
+    """A tensor's size and lifetime: bytes, first and last step (inclusive)."""
 
     name: str
     nbytes: int
@@ -21,7 +21,7 @@ class Life:
 
 def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
     """Byte offsets by name, multiples of ALIGN, and the arena's size in bytes."""
-    placed: dict[int, list[tuple[int, int]]] = {}  # step -> what is taken during it, as (begin, end)
+    placed: dict[int, list[tuple[int, int]]] = {}  # step -> allocated ranges, as (begin, end)
     offsets: dict[str, int] = {}
     total = 0
     for life in sorted(lives, key=lambda v: (-v.nbytes, v.first, v.name)):
@@ -37,10 +37,10 @@ def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
 
 def _best_gap(busy: list[tuple[int, int]], size: int) -> int:
     """Start of the smallest gap between busy ranges (sorted by start) that holds `size`, else their end."""
-    best, best_room, end = None, 0, 0
+    best, best_gap, end = None, 0, 0
     for start, stop in busy:
-        room = start - end
-        if room >= size and (best is None or room < best_room):
-            best, best_room = end, room
+        gap = start - end
+        if gap >= size and (best is None or gap < best_gap):
+            best, best_gap = end, gap
         end = max(end, stop)
     return end if best is None else best

@@ -1,7 +1,7 @@
-"""Sizes of the KV cache.
+"""Sizes of the paged KV cache.
 
-Two groups of layers: `global` ones see the whole context and own a block for every `block` positions of it; `local`
-ones see a sliding window, so a short ring of blocks, assigned cyclically, serves any context.
+Layers with full attention (`global`) have one block for every `block` positions of the context. Layers with a sliding
+window (`local`) have a ring of blocks, assigned cyclically.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hybrid.core.plan import ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 
 BLOCK = 32  # positions per block
 MAX_SLOTS = 256
-DEFAULT_CTX = 4096  # positions per sequence, unless said, where the model has as many
+DEFAULT_CTX = 4096  # default positions per sequence, at most the model's context
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers.
-    chunk: most rows of one sequence in a pass. slots: sequences. Made by `of`, except in tests. rows: most rows of any pass (0: chunk). held: blocks of a global and of a local layer (0:
-    what all slots need at their longest)."""
+    """ctx: positions per sequence. window: of local layers in positions, the row's own included (0: no local layers).
+    chunk: most rows of one sequence in a pass. slots: sequences. rows: most rows of any pass (0: chunk). held: blocks
+    of a global and of a local layer (0: enough for all slots at full context). Construct it with `of`."""
 
     ctx: int
     window: int
@@ -46,12 +46,12 @@ class CacheShape:
 
     @property
     def table(self) -> int:
-        """Entries of a sequence's block table: blocks that cover the context."""
+        """Entries of a sequence's block table: enough blocks for the context."""
         return -(-self.ctx // self.block)
 
     @property
     def ring(self) -> int:
-        """Blocks of a local layer's ring: as many as window - 1 + chunk consecutive positions can touch."""
+        """Blocks of a local layer's ring: enough for window - 1 + chunk consecutive positions."""
         if self.window <= 0:
             return 1
         span = self.window - 1 + self.chunk
@@ -59,8 +59,8 @@ class CacheShape:
 
     @property
     def entries(self) -> int:
-        """Block-table entries that a pass may bring: those of a sequence that finds its whole context in the cache, and
-        of every block that the rows of a pass may begin."""
+        """Most block-table entries in a pass's message: those of a fully cached context, and of each block that the
+        pass's rows may begin."""
         return 2 * (self.table + 2 * self.slots + self.most_rows // self.block + 1)
 
     @property
@@ -69,7 +69,7 @@ class CacheShape:
 
     @property
     def message(self) -> int:
-        """Words of a pass's message, whose rows may all be wanted."""
+        """Words of a pass's message, if all of its rows are output rows."""
         return MESSAGE_HEADER + (ROW_WORDS + OUT_WORDS) * self.most_rows + ENTRY_WORDS * self.entries
 
     @property

@@ -1,4 +1,4 @@
-"""What a plan costs, by the declarations of its operations: arithmetic, bytes moved, memory held."""
+"""Cost of a plan from its operations' declarations: arithmetic, memory traffic, memory size."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def memory(plan: Plan) -> dict[str, int]:
 
 
 def purpose(decl: TensorDecl) -> str:
-    """What a tensor is for, as memory is told by plans: as Device.memory() tells it, RoPE tables and the KV cache
-    apart."""
+    """A tensor's purpose as Device.memory() names it, but with RoPE tables and the KV cache counted separately."""
     return {"rope": "tables", "kv": "kv"}.get(decl.role) or PURPOSE[decl.kind]
 
 
 def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
-    """Storage types in use: of matrices, of their inputs, of the KV cache."""
+    """Storage types in use: of weight matrices, their inputs and the KV cache."""
     weights, acts, kv = set(), set(), set()
     for step in plan.steps:
         op = load_op(step.op)
@@ -42,6 +41,6 @@ def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
 
 
 def precision_by_phase(decode: Plan, prefill: Plan) -> Mapping[str, tuple[str, ...]]:
-    """precision_of decode, and `prefill activations` where those differ."""
+    """`precision_of` the decode plan, with `prefill activations` if these differ."""
     found, acts = precision_of(decode), precision_of(prefill)["activations"]
     return found if acts == found["activations"] else {**found, "prefill activations": acts}

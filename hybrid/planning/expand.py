@@ -1,4 +1,4 @@
-"""A schedule written out for one checkpoint: layers unrolled, names filled in, expressions evaluated."""
+"""Expand a schedule for a checkpoint: unroll layers, substitute names, evaluate expressions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hybrid.spec.schedule import Declared, Phase, Schedule, StepSpec
 from hybrid.spec.step import ANY, EXTENTS
 
 _HOLE = re.compile(r"\{([^{}]*)\}")
-_read = lru_cache(maxsize=4096)(Expr)  # every layer of every plan asks the same conditions
+_read = lru_cache(maxsize=4096)(Expr)  # cached: every layer of every plan evaluates the same conditions
 
 
 class WeightInfo(NamedTuple):
-    """What a plan must know of a checkpoint tensor."""
+    """Storage type and shape of a checkpoint tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     row_types: tuple[tuple[str, int], ...] = ()
-    """(dtype, rows) of each run of rows where they differ; `dtype` is then the widest."""
+    """(dtype, rows) of each run of rows if the types differ; `dtype` is then the widest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A step with its names filled in, not yet typed."""
+class UnboundStep:
+    """A step with substituted names, before shapes and dtypes are resolved."""
 
     spec: StepSpec
     name: str
@@ -43,7 +43,7 @@ class Draft:
 
 
 class Names:
-    """Fills {holes} of names and evaluates expressions, for a layer or (None) outside the layers."""
+    """Substitutes {holes} in names and evaluates expressions, for a layer or (None) outside the layers."""
 
     def __init__(self, schedule: Schedule, hparams: HParams, sizes: Mapping[str, int]) -> None:
         self.schedule = schedule
@@ -53,7 +53,7 @@ class Names:
         self._axes: dict[int | None, dict[str, int]] = {}
 
     def axes(self, layer: int | None) -> Mapping[str, int]:
-        """[axes] of a layer; outside the layers those that are the same in all of them. Every step asks."""
+        """[axes] of a layer; outside the layers only those that do not depend on the layer. Cached."""
         if layer in self._axes:
             return self._axes[layer]
         found: dict[str, int] = {}
@@ -65,21 +65,21 @@ class Names:
         return found
 
     def numbers(self, layer: int | None) -> dict[str, int | float]:
-        """What expressions may name: hyper-parameters, sizes and axes; inside a layer its own numbers."""
+        """Variables of expressions: hyper-parameters, sizes and axes; for a layer also its numbers. Cached."""
         if layer not in self._numbers:
             self._numbers[layer] = {**self._given(layer), **self.axes(layer)}
         return self._numbers[layer]
 
     def _given(self, layer: int | None) -> dict[str, int | float]:
-        """`numbers` without the axes."""
+        """`numbers` without [axes]."""
         if layer is None:
             return self.base
         own = self.hparams.layers[layer].numbers(layer)
         return {**self.base, **{f"{LAYER}.{name}": value for name, value in own.items()}, "l": layer}
 
     def fill(self, text: str, layer: int | None) -> str:
-        """`blk.{l}.attn_norm.weight` for a layer; {l+1}, {layer.NAME} and {name of a value} likewise, {L} = number of
-        layers."""
+        """Substitute the holes of a name such as `blk.{l}.attn_norm.weight`: {l}, {l+1}, {layer.NAME}, a name of
+        [values], or {L}, the number of layers."""
 
         def hole(match: re.Match[str]) -> str:
             name = match.group(1)
@@ -107,7 +107,7 @@ class Names:
         return _HOLE.sub(hole, text) if "{" in text else text
 
     def value(self, name: str, layer: int | None) -> str:
-        """The text of [values] NAME for a layer: the first condition that holds."""
+        """The text of [values] NAME for a layer: that of the first condition that holds."""
         for when, text in self.schedule.values[name].items():
             if self.holds(when, layer, f"values.{name}"):
                 return text
@@ -118,7 +118,7 @@ class Names:
         return when == ANY or bool(self._eval(_read(when), self.numbers(layer), where))
 
     def number(self, expr: Expr, layer: int | None, where: str) -> int | float:
-        """An expression over hyper-parameters, axes, [values] and, inside a layer, its numbers."""
+        """The value of an expression over hyper-parameters, axes, [values] and, inside a layer, its numbers."""
         env = self.numbers(layer)
         for name in expr.names & self.schedule.values.keys():
             env = {**env, name: self._eval(_read(self.value(name, layer)), self.numbers(layer), f"values.{name}")}
@@ -153,9 +153,9 @@ class Names:
             raise self.error(where, str(e)) from None
 
 
-def expand(names: Names, phase: Phase) -> list[Draft]:
+def expand(names: Names, phase: Phase) -> list[UnboundStep]:
     """All steps of a phase in order, layers unrolled."""
-    schedule, drafts = names.schedule, []
+    schedule, unbound_steps = names.schedule, []
     for layer, spec in _walk(schedule, names.hparams.n_layers):
         if spec.phase not in (None, phase) or not names.holds(spec.when, layer, f"{spec.name}.when"):
             continue
@@ -164,15 +164,15 @@ def expand(names: Names, phase: Phase) -> list[Draft]:
         if extent not in EXTENTS:
             raise names.error(f"{spec.name}.extent", f"{spec.extent} is {extent!r}; use one of {', '.join(EXTENTS)}")
         same = {key: names.fill(value, layer) for key, value in spec.same.items()}
-        drafts.append(Draft(spec, names.fill(spec.name, layer), layer, args, extent, same))
+        unbound_steps.append(UnboundStep(spec, names.fill(spec.name, layer), layer, args, extent, same))
     seen: set[str] = set()
-    for draft in drafts:
-        if draft.name in seen:
+    for unbound in unbound_steps:
+        if unbound.name in seen:
             raise names.error(
-                draft.name, "two steps of this name run in the same layer and phase: their conditions overlap"
+                unbound.name, "two steps of this name run in the same layer and phase: their conditions overlap"
             )
-        seen.add(draft.name)
-    return drafts
+        seen.add(unbound.name)
+    return unbound_steps
 
 
 def _walk(schedule: Schedule, n_layers: int) -> Iterator[tuple[int | None, StepSpec]]:
@@ -182,10 +182,10 @@ def _walk(schedule: Schedule, n_layers: int) -> Iterator[tuple[int | None, StepS
     yield from ((None, s) for s in schedule.after)
 
 
-def declared(names: Names, drafts: list[Draft]) -> dict[str, tuple[Declared, int | None, str]]:
-    """[tensors] by their filled names: (declaration, layer, name as written)."""
+def declared(names: Names, unbound_steps: list[UnboundStep]) -> dict[str, tuple[Declared, int | None, str]]:
+    """[tensors] by substituted name: (declaration, layer, name as written)."""
     found: dict[str, tuple[Declared, int | None, str]] = {}
-    layers = sorted({d.layer for d in drafts if d.layer is not None})
+    layers = sorted({d.layer for d in unbound_steps if d.layer is not None})
     for text, decl in names.schedule.tensors.items():
         if "{" not in text.replace("{L}", ""):
             found[names.fill(text, None)] = (decl, None, text)
@@ -201,7 +201,7 @@ def declared(names: Names, drafts: list[Draft]) -> dict[str, tuple[Declared, int
 
 
 def choices(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, str]:
-    """[choice]: the name used in steps -> the first of its options that the checkpoint has."""
+    """[choice]: name in steps -> the first of its options that the checkpoint has."""
     chosen = {}
     for name, options in names.schedule.choice.items():
         found = next((o for o in options if o in weights), None)
@@ -212,7 +212,7 @@ def choices(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, str]:
 
 
 def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[WeightInfo, tuple[str, ...]]]:
-    """[fused]: each joined matrix and the checkpoint tensors whose rows make it. Their types may differ."""
+    """[fused]: each concatenated matrix and its checkpoint tensors, whose types may differ."""
     found = {}
     for text, said in names.schedule.fused.items():
         layers: list[int | None] = list(range(names.hparams.n_layers)) if "{" in text else [None]
@@ -235,7 +235,7 @@ def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[We
 
 
 def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
-    """Storage type of matrices joined by rows, with row_types where they differ (neighbours of one type as one run)."""
+    """Storage type of matrices concatenated by rows; row_types if they differ, with neighbours of one type merged."""
     runs: list[tuple[str, int]] = []
     for info in infos:
         rows = info.shape[0] + (runs.pop()[1] if runs and runs[-1][0] == info.dtype else 0)
@@ -247,8 +247,8 @@ def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
 def housed(
     tensors: Mapping[str, TensorDecl], users: Mapping[str, set[str]], schedule: Schedule, main: str
 ) -> dict[str, TensorDecl]:
-    """Weights that one device beside the main one alone has steps with (`users`: devices by tensor), where nothing
-    takes these over, declared to lie there."""
+    """Declarations of weights to store on a secondary device: those that only it uses and that have no fallback.
+    users: devices by tensor."""
     away = {s.device for s in schedule.steps} - {"main", main, *schedule.fallback}
     weights = [n for n, d in tensors.items() if d.kind == "weight" and not d.role]
     alone = {n: next(iter(users[n])) for n in weights if len(users.get(n, ())) == 1}

@@ -1,4 +1,4 @@
-"""What a model takes on a device, by purpose, from plans alone: nothing is allocated and no weight is read."""
+"""Memory footprint of a model on a device, by purpose, computed from plans without allocating or reading weights."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from hybrid.spec.step import OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes on the device, each tensor padded as devices pad it."""
+    """Bytes on the device, with the device's padding of each tensor."""
 
     weights: int
     tables: int
-    """RoPE."""
+    """RoPE tables."""
     kv_global: int
-    """Of layers that see the whole context."""
+    """KV cache of layers with full attention."""
     kv_local: int
-    """Of layers with a window: a ring of blocks, whatever the context."""
+    """KV cache of layers with a window: a ring of blocks, independent of the context."""
     state: int
     io: int
-    """Tokens, positions, parameters, the ids chosen."""
+    """Tokens, positions, parameters, sampled ids."""
     scratch: int
-    """The arena that activations share."""
+    """The activation arena."""
     beside: int = 0
-    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product. Of
-    the pass that takes most, which need not be the largest: few rows are cut into more parts."""
+    """Kernels' scratch memory: split-K partials, weights dequantised to f16. The maximum over all passes; a pass of few
+    rows may need more than a larger one, with more splits."""
 
     @property
     def total(self) -> int:
@@ -47,20 +47,20 @@ class Footprint:
         return {**asdict(self), "total": self.total}
 
 
-def nothing_beside(plan: Plan) -> int:
-    """For devices whose kernels need no memory of their own."""
+def no_scratch(plan: Plan) -> int:
+    """Kernel scratch bytes of a plan, for devices without kernel scratch."""
     return 0
 
 
-def nothing_again(dtype: str, shape: tuple[int, ...]) -> int:
-    """For devices that hold every weight once."""
+def no_second_layout(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a weight's second layout, for devices without second layouts."""
     return 0
 
 
 def laid_out_again(
     hparams: HParams, weights: Mapping[str, WeightInfo], again: Callable[[str, tuple[int, ...]], int]
 ) -> int:
-    """Bytes of the second layouts of a model's weights. again: Device.second_layout."""
+    """Total bytes of second layouts of a model's weights. again: Device.second_layout."""
     found = (weights[in_layer(i, "ffn_down.weight")] for i, layer in enumerate(hparams.layers) if layer.sparsity)
     return sum(again(w.dtype, w.shape) for w in found)
 
@@ -75,19 +75,19 @@ def footprint(
     precision: PrecisionName = "auto",
     kv: Any = "auto",
     capabilities: frozenset[str] = frozenset(),
-    beside: Callable[[Plan], int] = nothing_beside,
-    again: Callable[[str, tuple[int, ...]], int] = nothing_again,
+    beside: Callable[[Plan], int] = no_scratch,
+    again: Callable[[str, tuple[int, ...]], int] = no_second_layout,
     schedule: Schedule | None = None,
     device: str = "cpu",
 ) -> Footprint:
-    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits
-    the capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of
-    their own. again: see laid_out_again; in `weights`.
-    schedule: another than the family's. Where it places steps on a second device, this is what the main one (`device`)
-    holds, rows and activations of every pass in flight included, weights of the second one alone not.
+    """The footprint of an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default:
+    by the capabilities).
 
-    Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
-    batch or context that cannot be.
+    capabilities: of the device. beside: kernel scratch bytes of a plan. again: Device.second_layout; its bytes count as
+    weights. schedule: instead of the family's. If it places steps on a second device, the result is for the main one
+    (`device`): it includes rows and activations of every pass in flight, but not weights stored on the second device.
+    Excludes read-back logits and hidden states (model.logits, model.hidden_states). ValueError for an invalid batch or
+    context.
     """
     if not 1 <= context <= hparams.context_length:
         raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
@@ -106,15 +106,15 @@ def footprint(
     ]
     plans = [plan(target, outs, outs, "decode", options=OPTIONS)]
     plans += [for_pipeline_slot(p, i, prefill.arena_bytes) for p in passes for i in range(depth)]
-    others = () if beside is nothing_beside else tuple(every_size(target, sizes))
+    others = () if beside is no_scratch else tuple(every_size(target, sizes))
     held = _sum(plans, target.hparams, times, max(map(beside, others or plans)))
     return replace(held, weights=held.weights + laid_out_again(hparams, weights, again))
 
 
 def thinned(target: Target, each: int = 2) -> tuple[Target, tuple[int, ...]]:
-    """The same model with two layers of each kind (its numbers, and the types and shapes of its weights; `each`) and
-    those whose caches they read, and how many layers each of them stands for. What the others take follows: a plan's
-    layers of one kind differ in names alone, and its activations live from one layer to the next at most."""
+    """The model reduced to `each` layers of each kind and the layers whose caches they read, and how many layers each
+    represents. Layers are of one kind if their numbers and their weights' types and shapes are equal. The reduced plan
+    suffices: layers of one kind differ only in names, and no activation lives beyond the next layer."""
     kinds: dict[object, list[int]] = {}
     own: dict[int, list[tuple[str, WeightInfo]]] = {}
     for name, info in target.weights.items():
@@ -139,9 +139,9 @@ def thinned(target: Target, each: int = 2) -> tuple[Target, tuple[int, ...]]:
 
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
-    """Plans of every number of rows that an engine compiles, of one layer of each kind, for steps use the same memory
-    beside the arena one after another: few rows may be cut into more parts than many. None where passes overlap: a
-    multi-device cuts the plans into segments, whose scratch it does not reserve."""
+    """Plans of every row count that an engine compiles, reduced to one layer of each kind. They give the largest kernel
+    scratch, since few rows may use more splits than many. Empty for overlapping passes: a multi-device cuts plans into
+    segments and does not reserve their scratch."""
     if pipeline_depth(target.schedule) > 1:
         return
     target, _ = thinned(target, 1)
@@ -154,7 +154,7 @@ def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
 
 
 def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int) -> Footprint:
-    """times: how many layers each of the plans' layers stands for."""
+    """times: how many layers each of the plans' layers represents."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in outlasting(plans).items():
         if decl.device:

@@ -1,5 +1,4 @@
-"""The plans that were made last. The same ones are asked for again and again: by the statistics of every generation, by
-what a model takes beside what it needs, by the next engine of a model that was loaded before."""
+"""LRU cache of plans. Statistics, footprints and a reloaded model's engine request the same plans repeatedly."""
 
 from __future__ import annotations
 
@@ -11,20 +10,20 @@ from typing import Any
 from hybrid.core.plan import Plan
 
 MOST_STEPS = 10_000
-"""Of all plans that are kept, about a kilobyte each: twenty of a model with 60 layers."""
+"""Steps of all cached plans; about 1 KB each."""
 
 
 class KeptPlans:
-    """Plans by what they were made of, the latest used ones up to `most` steps in all. Any thread may ask."""
+    """LRU cache of plans by their inputs, up to `most` steps in total. Thread-safe."""
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self._most, self._steps, self._lock = most, 0, Lock()
         self._plans: OrderedDict[tuple[Any, ...], tuple[tuple[object, ...], Plan]] = OrderedDict()
 
     def get(self, values: tuple[Any, ...], objects: tuple[object, ...], make: Callable[[], Plan]) -> Plan:
-        """The plan that equal `values` and the very same `objects` have given before, or else make().
+        """The cached plan for equal `values` and identical `objects`, else make().
 
-        Objects are held as long as the plan: their ids are no other's until then.
+        The cache keeps `objects` alive with their plan, so that their ids stay unique.
         """
         key = (*values, *map(id, objects))
         with self._lock:

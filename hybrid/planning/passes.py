@@ -1,4 +1,4 @@
-"""Row counts that an engine's plans are made for, by what its device can multiply."""
+"""Row buckets of an engine's plans, by the device's capabilities."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from hybrid.spec.schedule import CAPABILITIES
 
 ROW_BUCKETS = (1, 8, 32, 128, 512)
 GUESSED_ROWS = 32
-"""Rows of a pass up to which several sequences may all have guesses."""
-GUESSED_BUCKETS = (1, 2, 4, 8, 16, 32, 128, 512)  # where passes verify guesses: few rows cost by their number
+"""Most rows of a pass in which several sequences have draft tokens."""
+GUESSED_BUCKETS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    128,
+    512,
+)  # where passes verify drafts; cost grows with the rows, so small buckets are fine-grained
 MATRIX_BUCKETS = (
     1,
     2,
@@ -26,19 +35,19 @@ MATRIX_BUCKETS = (
     96,
     128,
     256,
-)  # of decode passes where few rows have other kernels than many
-CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
-FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
+)  # decode buckets on matrix units, where kernels depend on the row count
+CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass, without and with matrix units
+FIXED_ROWS = 8  # rows of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
 
 
 def buckets(most: int, sizes: Sequence[int] = ROW_BUCKETS) -> tuple[int, ...]:
-    """Row counts to compile plans for: those below `most`, and `most` itself."""
+    """Buckets to compile plans for: the sizes below `most`, and `most`."""
     return (*(s for s in sizes if s < most), most)
 
 
 def bucket_of(n: int, sizes: Sequence[int]) -> int:
-    """The smallest bucket that holds n rows."""
+    """The smallest bucket of at least n rows."""
     for size in sizes:
         if n <= size:
             return size
@@ -46,7 +55,7 @@ def bucket_of(n: int, sizes: Sequence[int]) -> int:
 
 
 def capabilities_of(has: Callable[[str], bool]) -> frozenset[str]:
-    """The features of a device (by its `has`) that schedules choose precisions by."""
+    """The device features (by its `has`) that select precisions in schedules."""
     return frozenset(c for c in CAPABILITIES if has(c))
 
 
@@ -56,15 +65,15 @@ def chunk_of(capabilities: Collection[str]) -> int:
 
 
 def decode_buckets_of(capabilities: Collection[str]) -> tuple[int, ...]:
-    """Row counts of decode passes on a device with these capabilities. Where matrix units multiply, few rows and many
-    have other kernels; elsewhere a pass costs what its live rows cost."""
+    """Row buckets of decode passes on a device with these capabilities. On matrix units kernels depend on the bucket;
+    elsewhere a pass costs in proportion to its live rows."""
     return MATRIX_BUCKETS if "f16_matrices" in capabilities else ROW_BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """Row counts to make plans for, ascending: of prefill passes (`rows`), of sequences that get a token there
-    (`outs`), of decode passes (`decode`). `logits`, `hidden`: most rows of a pass that reads those back."""
+    """Row buckets of plans, ascending: rows of prefill passes (`rows`), their sequences that get a token (`outs`), rows
+    of decode passes (`decode`). `logits`, `hidden`: most rows of a pass that reads logits or hidden states back."""
 
     rows: tuple[int, ...]
     outs: tuple[int, ...]
@@ -72,18 +81,17 @@ class PassSizes:
     logits: int
     hidden: int
     guesses: int = 0
-    """Most guessed tokens of a pass."""
+    """Most draft tokens of a sequence in a pass."""
 
     @property
     def wanted(self) -> int:
-        """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses of one or of
-        several."""
+        """Most output rows of a prefill pass: one for each sequence, and drafts of one or several sequences."""
         slots = self.outs[-1]
         return min(max(slots + self.guesses, min(GUESSED_ROWS, slots * (1 + self.guesses))), self.rows[-1])
 
     @property
     def wants(self) -> tuple[int, ...]:
-        """The same as numbers to make plans for: of sequences, and, with guesses, of few rows of one."""
+        """Buckets of output rows: numbers of sequences and, with drafts, the verify buckets."""
         few = (
             tuple(n for n in GUESSED_BUCKETS if n < self.wanted)
             if self.guesses and len(self.outs) < len(self.rows)
@@ -101,8 +109,8 @@ def pass_sizes(
     guesses: int = 0,
     decode: Sequence[int] = ROW_BUCKETS,
 ) -> PassSizes:
-    """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`.
-    guesses: most guessed tokens of a pass. decode: rows of decode passes."""
+    """Row buckets for `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows. fixed: the rows
+    of every pass instead. guesses: most draft tokens of a sequence in a pass. decode: buckets of decode passes."""
     most = fixed or max(min(chunk, ctx * slots), slots + guesses, min(GUESSED_ROWS, slots * (1 + guesses)))
     few = GUESSED_BUCKETS if guesses else ROW_BUCKETS
     rows, outs, alone = ((most,),) * 3 if fixed else (buckets(most, few), buckets(slots), buckets(slots, decode))
@@ -112,8 +120,8 @@ def pass_sizes(
 
 
 def fixed_rows(backend: str, slots: int) -> int:
-    """Rows of every pass of a deterministic engine. A kernel's variant follows from a plan's rows, and its sums for one
-    row from no other row; on cpu BLAS's sums depend on how many rows there are, so there is only one."""
+    """Rows of every pass of a deterministic engine. On Vulkan a plan's rows select the kernel variant, and a row's sums
+    do not depend on other rows. On cpu BLAS's sums depend on the row count, so it is 1 with a single slot."""
     if backend != "cpu":
         return max(FIXED_ROWS, slots)
     if slots > 1:

@@ -1,6 +1,6 @@
-"""Prefill passes that overlap on several devices. Each uses a pipeline slot: rows, control words and activations of its
-own (`TensorDecl.per_pass`); weights, caches and the state of sequences are shared. Which segments of an earlier pass a
-later one waits for is read off the plans (`needs`).
+"""Overlapping prefill passes on several devices. Each pass uses a pipeline slot with its own rows, control words and
+activations (`TensorDecl.per_pass`); weights, caches and sequence state are shared. `needs` derives the dependencies
+between segments of two passes from the plans.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ from hybrid.spec import load_op
 from hybrid.spec.schedule import Schedule
 
 TABLES = ("global_table", "local_table")
-"""Arguments of begin_pass by which overlapping passes do not wait for one another: what it enters of a slot is beyond the
-positions that a pass in flight has reached, and no slot changes hands meanwhile (Limits.overlap)."""
-CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to through block_table
+"""Arguments of begin_pass that create no dependency between overlapping passes. It writes only entries beyond the
+positions of passes in flight, and no slot is reassigned meanwhile (Limits.overlap)."""
+CACHES = ("k_cache", "v_cache")  # arguments accessed through block_table
 
 
 def pipeline_depth(schedule: Schedule) -> int:
-    """Prefill passes that a schedule lets overlap: 1 where all its steps are the main device's."""
+    """Prefill passes that may overlap under a schedule: 1 if all its steps are on the main device."""
     elsewhere = any(s.device != "main" for s in schedule.steps)
     return schedule.schedule.pipeline if elsewhere else 1
 
 
 def caches_elsewhere(schedule: Schedule) -> bool:
-    """Does a device other than the main one read or append to caches? One on the host sees the memory itself."""
+    """Whether a secondary device accesses KV caches. A host device is excluded: it accesses the memory directly."""
     return any(s.device not in ("main", "cpu") and set(CACHES) & set(load_op(s.op).tensors) for s in schedule.steps)
 
 
 def name_in_slot(name: str, pipeline_slot: int) -> str:
-    """The name of a pass's own tensor in a pipeline slot; slot 0 keeps the plan's names."""
+    """The name of a per-pass tensor in a pipeline slot; slot 0 keeps the plan's names."""
     return f"{name}@{pipeline_slot}" if pipeline_slot else name
 
 
 def is_result(name: str) -> bool:
-    """Logits and hidden states that a plan leaves for the host: their tensors are stored when they are first asked
-    for."""
+    """Whether a tensor holds logits or hidden states for the host; these are stored on first use."""
     return name.partition("@")[0] == "logits" or name.startswith("hidden.")
 
 
 def outlasting(plans: Iterable[Plan]) -> dict[str, TensorDecl]:
-    """What must be stored for these plans: all but activations and results, each as large as any plan declares it."""
+    """Persistent tensors of these plans: all but activations and results, at the largest declared size."""
     decls: dict[str, TensorDecl] = {}
     for name, decl in (item for p in plans for item in p.tensors.items()):
         if decl.kind != "activation" and not is_result(name):
@@ -51,8 +50,8 @@ def outlasting(plans: Iterable[Plan]) -> dict[str, TensorDecl]:
 
 
 def for_pipeline_slot(plan: Plan, pipeline_slot: int, arena_bytes: int) -> Plan:
-    """The same pass on the tensors of a pipeline slot and its range of the arena; slot 0 keeps the plan's names.
-    arena_bytes: of each slot's range, at least the plan's."""
+    """The plan on a pipeline slot's tensors and arena range; slot 0 keeps the plan's names. arena_bytes: size of each
+    slot's range, at least the plan's."""
     if plan.arena_bytes > arena_bytes:
         raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a pipeline slot {arena_bytes}")
     if pipeline_slot == 0:
@@ -100,8 +99,8 @@ def written(steps: Sequence[Step]) -> list[str]:
 
 
 def needs(earlier: Sequence[Segment], later: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
-    """For each segment of a later pass: the segments of an earlier one that must be done before it begins, because it
-    reads what they write, or writes what they read or write."""
+    """For each segment of a later pass, the segments of an earlier pass that it depends on: read after write, write
+    after read, write after write."""
     before, after = [uses(s) for s in earlier], [uses(s) for s in later]
     readers, writers = _by_tensor([u.reads for u in before]), _by_tensor([u.writes for u in before])
     found = []

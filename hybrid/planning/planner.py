@@ -1,5 +1,4 @@
-"""From a schedule and a checkpoint to a plan: names, shapes and dtypes of every edge checked, activations at their
-offsets."""
+"""Make a plan from a schedule and a checkpoint: type-check every edge and place activations in the arena."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from hybrid.core.hparams import HParams
 from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
-from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused, housed
+from hybrid.planning.expand import Names, UnboundStep, WeightInfo, choices, declared, expand, fused, housed
 from hybrid.planning.kept import KEPT
 from hybrid.spec.op import OpSpec, load_op, op_names
 from hybrid.spec.schedule import Phase, Profile, Schedule
@@ -34,23 +33,23 @@ _VALUES = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Everything that plans of one engine share. `weights`: the checkpoint's tensors as they will be stored."""
+    """Inputs that all plans of an engine share. `weights`: the checkpoint's tensors with their types on the device."""
 
     schedule: Schedule
     hparams: HParams
     weights: Mapping[str, WeightInfo]
     cache: CacheShape
     n_tokens: int
-    """Ids that may be chosen: the tokenizer's size, at most the vocabulary's rows."""
+    """Ids that may be sampled: the tokenizer's size, at most the vocabulary's rows."""
     precision: PrecisionName = "auto"
     kv: CacheChoice = "auto"
-    device: str = "cpu"  # what the schedule's device `main` is
+    device: str = "cpu"  # the backend of the schedule's device `main`
     capabilities: frozenset[str] = frozenset()
-    """What the device can do that schedules ask about (hybrid.planning.passes.capabilities_of)."""
-    few_rows: int = FEW_ROWS  # of a pass, for the device
+    """The device's features that select precisions (hybrid.planning.passes.capabilities_of)."""
+    few_rows: int = FEW_ROWS  # Device.few_rows
 
     def profile(self, weight_dtype: str) -> Profile:
-        """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""
+        """Dtypes of matrix inputs and the KV cache for weights of this type."""
         quantised = DTYPES[weight_dtype].quantised
         beside = not quantised and any(DTYPES[w.dtype].quantised for w in self.weights.values())
         profile = self.schedule.precision[self.precision].of(quantised, beside)
@@ -71,23 +70,23 @@ def plan(
 
     sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
     stream in the io tensors `hidden.0` .. `hidden.{layers}` f32 [rows, hidden].
-    options: steps of the schedule that have one of these join (`option`); they need tokens that are chosen.
-    layout: a plan of the same phase for at least as many rows, whose offsets are used: an arena that holds it then
-    holds this one (placed on its own, a smaller plan may need more).
+    options: include steps of the schedule with these options (`option`); requires sampling.
+    layout: a plan of the same phase for at least as many rows whose offsets are reused, so that both fit in one arena
+    (placed on its own, a smaller plan may need more).
     Raises SpecError for an edge whose shape or dtype does not fit; the line names step, tensor and both sides.
     """
     if options and not sample:
-        raise ValueError(
-            f"options {sorted(options)} belong to passes that choose tokens: make the plan with sample=True"
-        )
+        raise ValueError(f"options {sorted(options)} belong to sampling passes: make the plan with sample=True")
     asked = (target, rows, outs, phase, capture, sample, frozenset(options))
     values = (*(getattr(target, f) for f in _VALUES), tuple(target.weights.items()), *asked[1:])
     return KEPT.get(values, (target.schedule, layout), lambda: _plan(_Planner(*asked), layout))
 
 
 def _plan(made: _Planner, layout: Plan | None) -> Plan:
-    picks = any(d.spec.alias and d.spec.extent == "wanted" for d in made.drafts)
-    if layout is not None and made.capture and picks:  # what every row is picked from lives longer than in the layout
+    picks = any(d.spec.alias and d.spec.extent == "wanted" for d in made.unbound_steps)
+    if (
+        layout is not None and made.capture and picks
+    ):  # without the row-picking steps, their inputs live longer than in the layout
         layout = _Planner(made.target, layout.rows, made.outs, made.phase, True, made.sample, frozenset()).plan(None)
     return made.plan(layout)
 
@@ -120,21 +119,21 @@ class _Planner:
             "n_tokens": target.n_tokens,
         }
         self.names = Names(target.schedule, target.hparams, sizes)
-        self.drafts = expand(self.names, phase)
+        self.unbound_steps = expand(self.names, phase)
         self.choice = choices(self.names, target.weights)
         self.fused = fused(self.names, target.weights)
-        self.declared = declared(self.names, self.drafts)
+        self.declared = declared(self.names, self.unbound_steps)
         self.tensors: dict[str, TensorDecl] = {
             "control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io", per_pass=True)
         }
         self.lives: dict[str, tuple[int, int]] = {}
-        self.rooms: dict[str, int] = {}
+        self.reserved: dict[str, int] = {}
 
     def plan(self, layout: Plan | None) -> Plan:
-        edges = self._aliased([(d, self._args(d)) for d in self.drafts])
-        wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
+        edges = self._aliased([(d, self._args(d)) for d in self.unbound_steps])
+        wanted = self._wanted_dtypes(edges)  # includes steps that this plan omits, so that all buckets agree
         edges = [e for e in edges if self._included(e[0])]
-        steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
+        steps = [self._step(i, unbound, args, wanted) for i, (unbound, args) in enumerate(edges)]
         self._outlive(edges)
         steps = self._share(steps)
         size = self._place() if layout is None else self._place_as(layout)
@@ -142,72 +141,74 @@ class _Planner:
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
         name += ".hidden" * self.capture + ".logits" * (bool(self.outs) and not self.sample)
         name += "".join(f".{option}" for option in sorted(self.options))
-        return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size, rooms=self.rooms, phase=self.phase)
+        return Plan(
+            name, self.rows, self.outs, tuple(steps), self.tensors, size, reserved=self.reserved, phase=self.phase
+        )
 
-    def _included(self, draft: Draft) -> bool:
-        if self._extent(draft) == "outs" and self.outs == 0:
+    def _included(self, unbound: UnboundStep) -> bool:
+        if self._extent(unbound) == "outs" and self.outs == 0:
             return False
-        return self.sample or draft.spec.op != "sample"
+        return self.sample or unbound.spec.op != "sample"
 
     @property
     def _every_row(self) -> bool:
-        """Whether every row is wanted as it is, so that none are picked: in decode each row gets a token."""
+        """Whether all rows are output rows, so that row-picking steps are omitted. In decode each row gets a token."""
         return self.phase == "decode" or self.capture
 
-    def _extent(self, draft: Draft) -> str:
-        if draft.extent == "wanted":
+    def _extent(self, unbound: UnboundStep) -> str:
+        if unbound.extent == "wanted":
             return "rows" if self._every_row else "outs"
-        return "rows" if draft.extent == "rows" else "outs"
+        return "rows" if unbound.extent == "rows" else "outs"
 
     def _left_out(self, spec: StepSpec, args: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-        """A step of an option that this plan is made without, one that picks rows where every row is wanted, or one
-        that changes a type where its readers take the type that is there."""
+        """Whether to omit a step: its option is off, it picks rows and all rows are output rows, or it converts a dtype
+        and its readers accept the input's dtype."""
         if spec.option is not None:
             return spec.option not in self.options
         if spec.extent == "wanted":
             return bool(spec.alias or spec.same) and self._every_row
         return bool(spec.alias) and all(wanted.get(args[y]) == wanted.get(args[x]) for y, x in spec.alias.items())
 
-    def _aliased(self, edges: list[tuple[Draft, dict[str, str]]]) -> list[tuple[Draft, dict[str, str]]]:
-        """Without the steps that are left out: what they would write is what they would read (`alias`)."""
+    def _aliased(self, edges: list[tuple[UnboundStep, dict[str, str]]]) -> list[tuple[UnboundStep, dict[str, str]]]:
+        """Remove omitted steps; readers of their results get their inputs (`alias`)."""
         new: dict[str, str] = {}
         kept, wanted = [], self._wanted_dtypes(edges)
-        for draft, args in edges:
+        for unbound, args in edges:
             own = {key: new.get(name, name) for key, name in args.items()}
-            op = load_op(draft.spec.op)
-            for result, given in draft.spec.alias.items():
+            op = load_op(unbound.spec.op)
+            for result, given in unbound.spec.alias.items():
                 if result not in op.outputs or given not in op.inputs:
-                    raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
-            if unknown := draft.same.keys() - op.outputs.keys():
-                raise self._error(draft, f"same: {op.name} has no result {min(unknown)}")
-            if not self._left_out(draft.spec, args, wanted):
-                kept.append((draft, own))
+                    raise self._error(unbound, f"alias: {op.name} has no result {result} or no input {given}")
+            if unknown := unbound.same.keys() - op.outputs.keys():
+                raise self._error(unbound, f"same: {op.name} has no result {min(unknown)}")
+            if not self._left_out(unbound.spec, args, wanted):
+                kept.append((unbound, own))
                 continue
-            new |= {args[result]: new.get(name, name) for result, name in draft.same.items()}
-            new |= {args[result]: own[given] for result, given in draft.spec.alias.items()}
+            new |= {args[result]: new.get(name, name) for result, name in unbound.same.items()}
+            new |= {args[result]: own[given] for result, given in unbound.spec.alias.items()}
         return kept
 
-    def _args(self, draft: Draft) -> dict[str, str]:
-        """Every tensor of the operation -> tensor of the plan; unwritten ones have their own name."""
-        if draft.spec.op not in op_names():
-            raise self._error(draft, f"unknown operation {draft.spec.op!r}{nearest(draft.spec.op, op_names())}")
-        op = load_op(draft.spec.op)
+    def _args(self, unbound: UnboundStep) -> dict[str, str]:
+        """Every tensor of the operation -> tensor of the plan; the default is its own name."""
+        if unbound.spec.op not in op_names():
+            raise self._error(unbound, f"unknown operation {unbound.spec.op!r}{nearest(unbound.spec.op, op_names())}")
+        op = load_op(unbound.spec.op)
         for kind, written, known in (
-            ("args", draft.args, op.tensors),
-            ("act", draft.spec.act, {**op.inputs, **op.scratch}),
-            ("attrs", draft.spec.attrs, op.attributes),
+            ("args", unbound.args, op.tensors),
+            ("act", unbound.spec.act, {**op.inputs, **op.scratch}),
+            ("attrs", unbound.spec.attrs, op.attributes),
         ):
             if unknown := set(written) - set(known):
                 key = min(unknown)
-                raise self._error(draft, f"{kind}.{key}: {op.name} has no such name{nearest(key, known)}")
+                raise self._error(unbound, f"{kind}.{key}: {op.name} has no such name{nearest(key, known)}")
         args = {}
         for key in op.tensors:
-            name = draft.args.get(key, key)
+            name = unbound.args.get(key, key)
             args[key] = self._hidden(self.choice.get(name, name))
         return args
 
     def _hidden(self, name: str) -> str:
-        """The residual stream's own names when it is captured."""
+        """The name of a captured residual stream tensor."""
         stem, _, index = name.rpartition(".")
         return f"hidden.{index}" if self.capture and stem == self.target.schedule.schedule.residual else name
 
@@ -215,85 +216,93 @@ class _Planner:
     def _weight(self, name: str) -> WeightInfo | None:
         return self.fused[name][0] if name in self.fused else self.target.weights.get(name)
 
-    def _act(self, draft: Draft, args: Mapping[str, str], key: str) -> str | None:
-        """The dtype that the schedule gives to a matrix input, or None."""
-        text = draft.spec.act.get(key)
+    def _act(self, unbound: UnboundStep, args: Mapping[str, str], key: str) -> str | None:
+        """The dtype of a matrix input by the schedule's `act`, or None."""
+        text = unbound.spec.act.get(key)
         if text is None or not text.startswith("auto:"):
             return text
         arg = text.removeprefix("auto:")
         info = self._weight(args.get(arg, ""))
         if info is None:
             shown = args.get(arg, "no argument of this step")
-            raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
+            raise self._error(unbound, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
         return self.target.profile(info.dtype).act_in(
             self.phase, self.rows, self.target.capabilities, self.target.few_rows
         )
 
-    def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
-        """Activation -> the dtype that its readers take. Two readers that differ are an error."""
-        wanted: dict[str, tuple[str, Draft]] = {}
-        for draft, args in edges:
-            op = load_op(draft.spec.op)
+    def _wanted_dtypes(self, edges: list[tuple[UnboundStep, dict[str, str]]]) -> dict[str, str]:
+        """Activation -> the dtype that its readers require. Raises SpecError if two readers differ."""
+        wanted: dict[str, tuple[str, UnboundStep]] = {}
+        for unbound, args in edges:
+            op = load_op(unbound.spec.op)
             for key in (*op.inputs, *op.scratch):
-                dtype = self._act(draft, args, key)
+                dtype = self._act(unbound, args, key)
                 options = op.tensors[op.tensors[key].same or key].dtype
                 if dtype is None and len(options) == 1:
                     dtype = options[0]
                 if dtype is None:
                     continue
                 if dtype not in options:
-                    raise self._error(draft, f"{key} cannot be {dtype}: {op.name} takes {', '.join(options)}")
-                other, first = wanted.setdefault(args[key], (dtype, draft))
+                    raise self._error(unbound, f"{key} cannot be {dtype}: {op.name} takes {', '.join(options)}")
+                other, first = wanted.setdefault(args[key], (dtype, unbound))
                 if other != dtype:
                     raise self._error(
-                        draft,
+                        unbound,
                         f"reads {args[key]} as {dtype}, but {first.name} reads it as {other}: give both the same act",
                     )
         return {name: dtype for name, (dtype, _) in wanted.items()}
 
     # -------------------------------------------------------------------------------------------------------- steps
-    def _step(self, index: int, draft: Draft, args: dict[str, str], wanted: Mapping[str, str]) -> Step:
-        op = load_op(draft.spec.op)
+    def _step(self, index: int, unbound: UnboundStep, args: dict[str, str], wanted: Mapping[str, str]) -> Step:
+        op = load_op(unbound.spec.op)
         made = {**op.outputs, **op.scratch}
-        shapes = {k: self._read(index, draft, k, n).shape for k, n in args.items() if k not in made}
+        shapes = {k: self._read(index, unbound, k, n).shape for k, n in args.items() if k not in made}
         shapes |= {k: self._outlasting(n).shape for k, n in args.items() if k in made and n in self.declared}
-        counts, word = self._counts(index, draft)
+        counts, word = self._counts(index, unbound)
         try:
-            bind, bound = self._solved(op, shapes, self._axes(draft, op))
+            bind, bound = self._solved(op, shapes, self._axes(unbound, op))
             for key, shape in bound.items():
                 if key in made:
-                    self._write(index, draft, key, args[key], shape, wanted)
+                    self._write(index, unbound, key, args[key], shape, wanted)
             attrs = {
-                k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()
+                k: self.names.number(e, unbound.layer, f"{unbound.name}.attrs.{k}")
+                for k, e in unbound.spec.attrs.items()
             }
             attrs = {k: float(v) if op.attributes[k].type == "float" else v for k, v in attrs.items()}
             step = Step(
-                op.name, draft.name, bind, args, op.attrs(bind, attrs), self._device(draft), word, draft.layer, counts
+                op.name,
+                unbound.name,
+                bind,
+                args,
+                op.attrs(bind, attrs),
+                self._device(unbound),
+                word,
+                unbound.layer,
+                counts,
             )
             self._check(op, step, {k: self.tensors[n] for k, n in args.items()})
         except SpecError as e:
-            raise self._error(draft, str(e)) from None
+            raise self._error(unbound, str(e)) from None
         return step
 
-    def _counts(self, index: int, draft: Draft) -> tuple[str, str]:
-        """The tensor that has a step's live count (empty: the plan's control), and the word."""
-        if draft.spec.live is None:
-            return "", self._extent(draft)
-        name, _, word = self.names.fill(draft.spec.live, draft.layer).rpartition(":")
+    def _counts(self, index: int, unbound: UnboundStep) -> tuple[str, str]:
+        """(tensor of a step's live count, word in it); an empty name is the plan's control tensor."""
+        if unbound.spec.live is None:
+            return "", self._extent(unbound)
+        name, _, word = self.names.fill(unbound.spec.live, unbound.layer).rpartition(":")
         if not word.isdigit() or not name:
-            raise self._error(draft, f"live = {draft.spec.live!r}: write TENSOR:WORD")
-        decl = self._read(index, draft, "live", name)
+            raise self._error(unbound, f"live = {unbound.spec.live!r}: write TENSOR:WORD")
+        decl = self._read(index, unbound, "live", name)
         if decl.dtype != "u32" or int(word) >= min(decl.shape[-1], 255):
             raise self._error(
-                draft, f"live: {name} is {decl.dtype} {list(decl.shape)}; word {word} of a u32 vector is needed"
+                unbound, f"live: {name} is {decl.dtype} {list(decl.shape)}; word {word} of a u32 vector is needed"
             )
         return name, word
 
     def _solved(
         self, op: OpSpec, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-        """Axes of an operation, and the shape of every tensor. Layers and plans repeat: each distinct question is
-        answered once."""
+        """Axes of an operation, and the shape of every tensor. Memoised, since layers and plans repeat."""
 
         def solved() -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
             bind = op.solve(shapes, axes)
@@ -302,8 +311,8 @@ class _Planner:
         return op.once(("solved", *shapes.items(), *axes.items()), solved)
 
     def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:
-        """That the step's axes, attributes and dtypes, those of every run of rows included, are allowed on its
-        device."""
+        """Check that the step's device supports its axes, attributes and dtypes, including those of each run of rows.
+        Raises SpecError."""
         backend = step.device.partition(":")[0]
 
         def checked() -> bool:
@@ -318,18 +327,19 @@ class _Planner:
         found = ((k, d.dtype, d.dtypes) for k, d in tensors.items())
         op.once((backend, *step.bind.items(), *step.attrs.items(), *found), checked)
 
-    def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
-        """Axes of the operation that the family or the step names: shapes must agree with them."""
-        axes = {k: v for k, v in self.names.axes(draft.layer).items() if k in op.axes}
+    def _axes(self, unbound: UnboundStep, op: OpSpec) -> dict[str, int]:
+        """Axes of the operation that the schedule's [axes] or the step fixes; shapes must agree with them."""
+        axes = {k: v for k, v in self.names.axes(unbound.layer).items() if k in op.axes}
         return axes | {
-            k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()
+            k: int(self.names.number(e, unbound.layer, f"{unbound.name}.axes.{k}"))
+            for k, e in unbound.spec.axes.items()
         }
 
-    def _device(self, draft: Draft) -> str:
-        return self.target.device if draft.spec.device == "main" else draft.spec.device
+    def _device(self, unbound: UnboundStep) -> str:
+        return self.target.device if unbound.spec.device == "main" else unbound.spec.device
 
-    def _read(self, index: int, draft: Draft, key: str, name: str) -> TensorDecl:
-        """The tensor that an operation takes: written before, declared, or of the checkpoint."""
+    def _read(self, index: int, unbound: UnboundStep, key: str, name: str) -> TensorDecl:
+        """Resolve an input: a tensor written by an earlier step, declared in [tensors], or of the checkpoint."""
         if name in self.tensors:
             if name in self.lives:
                 self.lives[name] = (self.lives[name][0], index)
@@ -346,7 +356,7 @@ class _Planner:
         else:
             known = [*self.tensors, *self.declared, *self.fused, *self.target.weights]
             raise self._error(
-                draft,
+                unbound,
                 f"{key} reads {name}, which no step has written and the checkpoint does not have{nearest(name, known)}",
             )
         return self.tensors[name]
@@ -370,34 +380,34 @@ class _Planner:
         return self.tensors[name]
 
     def _write(
-        self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]
+        self, index: int, unbound: UnboundStep, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]
     ) -> None:
-        """Declare what an operation produces; its dtype is what its readers take."""
+        """Declare a result; its dtype is the one that its readers require."""
         if name in self.declared:
             return  # op.solve has checked its shape
         if name in self.tensors:
-            raise self._error(draft, f"{key} writes {name}, which is written before or is a weight: use a new name")
-        spec = load_op(draft.spec.op).tensors[key]
+            raise self._error(unbound, f"{key} writes {name}, which is written before or is a weight: use a new name")
+        spec = load_op(unbound.spec.op).tensors[key]
         options = spec.dtype
         dtype = wanted.get(name, options[0])
         if dtype not in options:
             raise self._error(
-                draft,
+                unbound,
                 f"{key} is {' or '.join(options)}, but {name} is read as {dtype}: "
                 "put a quantize_act step between them or change the reader's act",
             )
         host = name.startswith("hidden.") if self.capture else False
-        host |= draft.extent == "outs" and not self.sample
+        host |= unbound.extent == "outs" and not self.sample
         self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation", per_pass=True)
         if not host:
             self.lives[name] = (index, index)
-        if draft.extent == "wanted" and self._extent(draft) == "outs":
+        if unbound.extent == "wanted" and self._extent(unbound) == "outs":
             every = (self.rows, *shape[1:]) if shape[0] == max(self.outs, 1) else shape
-            self.rooms[name] = replace(self.tensors[name], shape=every).nbytes
+            self.reserved[name] = replace(self.tensors[name], shape=every).nbytes
 
     def _share(self, steps: list[Step]) -> list[Step]:
-        """Activations that one device writes and another reads become io tensors, outside of either's arena. Those of
-        one shape and dtype whose lifetimes are disjoint share one tensor, under the name of the first."""
+        """Turn activations that cross devices into io tensors outside the arenas. Ones of equal shape and dtype with
+        disjoint lifetimes share one tensor, under the name of the first."""
         users: dict[str, set[str]] = {}
         for step in steps:
             for name in step.args.values():
@@ -415,37 +425,38 @@ class _Planner:
         self.tensors |= housed(self.tensors, users, self.target.schedule, self.target.device)
         return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
 
-    def _outlive(self, edges: list[tuple[Draft, dict[str, str]]]) -> None:
-        """What a step's result is an alias of, in plans without the step, lives as long as the result: they have one
-        layout."""
-        for draft, args in edges:
-            for result, given in draft.spec.alias.items() if draft.spec.extent != "wanted" else ():
+    def _outlive(self, edges: list[tuple[UnboundStep, dict[str, str]]]) -> None:
+        """Extend the lifetime of each alias's source to that of the result. Plans with and without the step then have
+        the same layout."""
+        for unbound, args in edges:
+            for result, given in unbound.spec.alias.items() if unbound.spec.extent != "wanted" else ():
                 if {args[result], args[given]} <= self.lives.keys():
                     first, last = self.lives[args[given]]
                     self.lives[args[given]] = (first, max(last, self.lives[args[result]][1]))
 
-    def _room(self, name: str) -> int:
-        """Bytes of an activation's place: enough for every row, also where it holds the wanted ones, because a pass
-        that reads hidden states back, or many rows' logits, has the same layout."""
-        return self.rooms.get(name, self.tensors[name].nbytes)
+    def _reserved_bytes(self, name: str) -> int:
+        """Bytes reserved for an activation: enough for all rows, even if it holds output rows only. Passes that read
+        back hidden states or many rows' logits have the same layout."""
+        return self.reserved.get(name, self.tensors[name].nbytes)
 
     def _place(self) -> int:
-        """Offsets for all activations; returns the arena's bytes. In decode an input keeps its place for a step more:
-        in a fused group some workgroups may still read it while others write results of the next step."""
-        lives = [Life(n, self._room(n), a, b + (self.phase == "decode")) for n, (a, b) in self.lives.items()]
+        """Place all activations; returns the arena's bytes. In decode an input lives one step longer: in a fused group
+        some workgroups may still read it while others write the next step's results."""
+        lives = [Life(n, self._reserved_bytes(n), a, b + (self.phase == "decode")) for n, (a, b) in self.lives.items()]
         offsets, size = place(lives)
         self.tensors |= {name: replace(self.tensors[name], offset=offset) for name, offset in offsets.items()}
         return size
 
     def _place_as(self, layout: Plan) -> int:
-        """The offsets of a larger plan of the same steps: its tensors are as long-lived and at least as large."""
+        """Use the offsets of a larger plan of the same steps: its tensors have the same lifetimes and are at least as
+        large. Returns the arena's bytes."""
         for name in self.lives:
             own, other = self.tensors[name], layout.tensors.get(name)
-            room = 0 if other is None else layout.rooms.get(name, other.nbytes)
-            if other is None or other.kind != "activation" or room < self._room(name):
-                raise ValueError(f"plan {layout.name} has no room for {name} {own.dtype} {list(own.shape)}")
+            nbytes = 0 if other is None else layout.reserved.get(name, other.nbytes)
+            if other is None or other.kind != "activation" or nbytes < self._reserved_bytes(name):
+                raise ValueError(f"plan {layout.name} has too few bytes for {name} {own.dtype} {list(own.shape)}")
             self.tensors[name] = replace(own, offset=other.offset)
         return layout.arena_bytes
 
-    def _error(self, draft: Draft, text: str) -> SpecError:
-        return SpecError(f"schedule {self.target.schedule.schedule.name}: step {draft.name}: {text}")
+    def _error(self, unbound: UnboundStep, text: str) -> SpecError:
+        return SpecError(f"schedule {self.target.schedule.schedule.name}: step {unbound.name}: {text}")

@@ -1,4 +1,4 @@
-"""Rotary position tables: row p holds as many cosines, then sines, of position p as pairs of a head rotate."""
+"""RoPE tables: row p has the cosines, then the sines, of position p's angles, one of each for every pair."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybrid.core.hparams import LayerParams
 def rope_table(
     ctx: int, head_dim: int, theta: float, factor: float, pairs: int | None = None, width: int | None = None
 ) -> np.ndarray:
-    """float32 [ctx, width]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < width / 2, and 0 from `pairs` on
-    (default: width and pairs are those of the whole head).
+    """float32 [ctx, width]: angle[p, i] = p * theta^(-2i/head_dim) / factor for i < width / 2, and 0 for i >= `pairs`
+    (defaults: the whole head).
 
-    Computed in float64 and rounded once: at long contexts float32 angles are off by whole thousandths.
+    Computed in float64 and rounded once; float32 angles are inaccurate at long contexts.
     """
     half = head_dim // 2
     index = np.arange(half if width is None else width // 2, dtype=np.float64)
@@ -23,5 +23,5 @@ def rope_table(
 
 
 def rope_of(layer: LayerParams, ctx: int) -> np.ndarray:
-    """The table of a layer, and of those that rotate alike: float32 [ctx, rope_dim]."""
+    """The table of a layer: float32 [ctx, rope_dim]. Layers with equal `rotation` share it."""
     return rope_table(ctx, layer.head_dim, layer.rope_theta, layer.rope_factor, layer.rotated_pairs, layer.rope_dim)

@@ -1,4 +1,4 @@
-"""A plan cut where the device changes."""
+"""Split a plan into runs of steps on one device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hybrid.core.plan import Plan, Step
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps that follow each other on one device: one submit."""
+    """Consecutive steps on one device: one submit."""
 
     device: str
     steps: tuple[Step, ...]
 
 
 def segments(plan: Plan) -> tuple[Segment, ...]:
-    """The plan cut where the device changes."""
+    """The plan's segments, in order."""
     found: list[list[Step]] = []
     for step in plan.steps:
         if not found or found[-1][0].device != step.device:

@@ -1,6 +1,6 @@
-"""Blocks of quantised weights: ggml's byte order, our parts, and the integers and scales that a block stands for.
+"""Layouts of quantised blocks: conversion between ggml's blocks and our parts, and a block's integers and scales.
 
-Functions named `..._words` move bits in words of 4 or 8 bytes at once; all work on any number of blocks.
+Functions named `..._words` move bits in words of 4 or 8 bytes. All are vectorised over blocks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _GATHER = np.bitwise_or.reduce([((_BYTES >> k) & 1) << (4 * k) for k in range(8)
 
 
 def halves(low_high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """u8 [..., 32] whose low nibbles are 32 codes and whose high nibbles are 32 others -> each 32 as u8 [..., 16]
-    packed as `nibbles`. (ggml's K types are stored so.)"""
+    """u8 [..., 32] with one 32-code group in the low nibbles and another in the high nibbles (ggml's K types) -> each
+    group as u8 [..., 16] packed as `nibbles`."""
     first, second = _sixteens(low_high)
     low = (first & _LOW) | ((second & _LOW) << np.uint64(4))
     high = ((first >> np.uint64(4)) & _LOW) | (second & ~_LOW)
@@ -51,8 +51,8 @@ def _codes_to_q6_k(ours: np.ndarray) -> np.ndarray:
 
 
 def _pairs_words(high: np.ndarray) -> np.ndarray:
-    """u8 [n, 64] of q6_k: of each half, pair g of byte l belongs to element 32g + l; ours: group g has 8 bytes of its
-    own, and pair k of byte i belongs to its element 8k + i. The exchange of g and k is its own inverse."""
+    """u8 [n, 64] of q6_k. ggml: in each half, pair g of byte l is element 32g + l's. Ours: group g has 8 separate
+    bytes, and pair k of byte i is its element 8k + i's. The conversion exchanges g and k and is its own inverse."""
     words = np.ascontiguousarray(high).view(np.uint64).reshape(-1, 4).T.copy()
     out = np.zeros_like(words)
     for g in range(4):
@@ -87,7 +87,7 @@ def fifths_from_32(high: np.ndarray) -> np.ndarray:
 
 
 Relay = Callable[[np.ndarray], np.ndarray]
-# Orders of parts that are laid out anew: (from ggml's bytes, back to them).
+# Parts with another layout than ggml's: (conversion from ggml's bytes, conversion back).
 RELAY: dict[str, tuple[Relay, Relay]] = {
     "fifths": (_fifth_from_ggml, _fifth_to_ggml),
     "halves": (_codes_of_q6_k, _codes_to_q6_k),
@@ -122,7 +122,7 @@ def _sixths(codes: np.ndarray, high: np.ndarray) -> None:
         eights[:, :, k] |= ((pairs >> np.uint8(2 * k)) & np.uint8(3)) << np.uint8(4)
 
 
-# How nibbles lie (elements whose low nibbles stand together), and how the bits above them are added.
+# Packing -> layout of nibbles (elements with adjacent low nibbles), and the function that adds the upper bits.
 _SPANS = {"nibbles": 16, "nibbles_of_32": 32}
 _ABOVE: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "fifths": _fifths,
@@ -132,8 +132,8 @@ _ABOVE: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
 
 
 def integers(dtype: str, parts: list[np.ndarray]) -> np.ndarray:
-    """int8 [n, block]: the integers that scales multiply, in order of elements, offset removed. `parts`: arrays
-    [n, ...] of n blocks."""
+    """int8 [n, block]: the integers that scales multiply, in element order, without the offset. `parts`: arrays [n,
+    ...] of n blocks."""
     kind, codes = DTYPES[dtype], parts[0]
     if not kind.parts[0].packing:
         return codes.view(np.int8)
@@ -151,8 +151,8 @@ def integers(dtype: str, parts: list[np.ndarray]) -> np.ndarray:
 def factors(
     dtype: str, parts: list[np.ndarray], real: type[np.float32] | type[np.float64]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(scale, minimum or None) as `real` [n, groups]: value = scale * integer + minimum, a group being the elements
-    under one scale. `parts` as in `integers`."""
+    """(scale, minimum or None) as `real` [n, groups], one group for each scale: value = scale * integer + minimum.
+    `parts` as in `integers`."""
     kind, last = DTYPES[dtype], parts[-1]
     if kind.parts[-1].name == "super":
         if kind.minimum:

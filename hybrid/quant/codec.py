@@ -1,6 +1,6 @@
-"""Storage types to numbers and back, bit-equal to ggml's own (gguf.quants) wherever it has the type.
+"""Encode and decode storage types, bit-equal to ggml (gguf.quants) for the types that it has.
 
-All functions are vectorised; those that make temporaries work in blocks of rows.
+All functions are vectorised and process blocks of rows to bound temporaries.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Value = Tensor | Rows | Packed | np.ndarray
 
 BLOCK = 32
 F16_MAX = 65504.0
-_CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
+_CHUNK = 1 << 20  # elements of a block of rows: temporaries fit in the cache
 
 _INV_127 = np.float32(1 / 127)
 _F16_BITS, _F16_BIAS = np.int32(0x0FFFE000 - (1 << 31)), np.float32(2.0**112)  # sign, exponent and mantissa; 127 - 15
-_TINY = np.float32(1e-36)  # where 127 / amax is finite, no code exceeds 127
+_TINY = np.float32(1e-36)  # smallest amax for which 127 / amax is finite
 _HALF = BLOCK // 2
 
 
@@ -44,7 +44,7 @@ def take(value: Value, index: np.ndarray) -> Value:
     n = value.shape[0]
     if index.size and not 0 <= int(index.min()) <= int(index.max()) < n:
         raise ValueError(f"row index outside 0..{n - 1}: {int(index.min())}..{int(index.max())}")
-    if isinstance(value, Packed):  # only these rows are read
+    if isinstance(value, Packed):  # reads only these rows
         found, index = np.unique(index, return_inverse=True)
         value = joined("rows of a file", Rows(tuple(value.rows(i, i + 1) for i in found.tolist())))
     if isinstance(value, Tensor):
@@ -55,14 +55,15 @@ def take(value: Value, index: np.ndarray) -> Value:
 
 
 def argument(value: Value) -> Value:
-    """The form in which the functions take a tensor: plain numbers as an array, bf16 and block types as they are."""
+    """A tensor as an argument of these functions: a plain type as its array, bf16 and block types unchanged."""
     if isinstance(value, Tensor) and not value.type.quantised and value.dtype != "bf16":
         return value.array
     return value
 
 
 def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
-    """Fill `target` with the rows of tensors of its type, one after another. ValueError names `what` does not fit."""
+    """Fill `target` with the concatenated rows of tensors of its type. ValueError, naming `what`, if they do not
+    fit."""
     at = 0
     for piece in pieces:
         if piece.dtype != target.dtype or piece.shape[1:] != target.shape[1:] or at + piece.shape[0] > target.shape[0]:
@@ -76,7 +77,7 @@ def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
 
 
 def runs(decl: TensorDecl, parts: Sequence[Source]) -> Rows:
-    """A weight of several storage types: each run of rows becomes a tensor of its own."""
+    """A weight of mixed storage types, with one tensor for each run of rows."""
     made = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.row_types]
     makers = iter(parts)
     for run in made:
@@ -89,7 +90,7 @@ def runs(decl: TensorDecl, parts: Sequence[Source]) -> Rows:
 
 
 def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:
-    """One tensor on the host; a Tensor is returned as it is. ValueError for rows of several storage types."""
+    """One tensor on the host; a Tensor is returned unchanged. ValueError for mixed storage types."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Packed):
@@ -102,10 +103,10 @@ def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:
 
 
 def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = None) -> np.ndarray:
-    """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act
-    (24-bit scale times 8-bit code) and the sum with a minimum, which are rounded once.
-    `out`: contiguous array of that shape and type to fill.
-    A plain array of the right type is returned as it is when no `out` is given."""
+    """The values of a tensor [..., K] as a `real` array of its shape. Exact in float32, except for q8_act (24-bit scale
+    times 8-bit code) and the addition of a minimum, which are rounded once.
+    out: contiguous array of that shape and type to fill. Without it a plain array of the right type is returned
+    unchanged."""
     if isinstance(value, np.ndarray):
         if out is None:
             return value.astype(real, copy=False)
@@ -135,17 +136,17 @@ def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = N
 
 
 def _decode(dtype: str, parts: list[np.ndarray], out: np.ndarray) -> None:
-    """A few rows of a bf16 or block type into `out` [rows, K]."""
+    """Decode a block of rows of a bf16 or block type into `out` [rows, K]."""
     if dtype == "bf16":
         out[...] = (parts[0].astype(np.uint32) << np.uint32(16)).view(np.float32)
         return
     kind = DTYPES[dtype]
     n = out.size // kind.block
     parts = [p.reshape(n, -1) for p in parts]
-    if not kind.parts[0].packing:  # activations pass here at every step
+    if not kind.parts[0].packing:  # fast path for activations
         np.multiply(parts[0], parts[1][:, :1].astype(out.dtype, copy=False), out=out.reshape(n, BLOCK))
         return
-    if dtype == "q4_0":  # the commonest type: half a block at a time, without the integers in between
+    if dtype == "q4_0":  # fast path of the most common type: half a block at a time, without intermediate integers
         blocks, codes, scale = out.reshape(n, BLOCK), parts[0], parts[1].astype(out.dtype)
         np.multiply((codes & np.uint8(15)).view(np.int8) - np.int8(8), scale, out=blocks[:, :_HALF])
         np.multiply((codes >> np.uint8(4)).view(np.int8) - np.int8(8), scale, out=blocks[:, _HALF:])
@@ -158,16 +159,16 @@ def _decode(dtype: str, parts: list[np.ndarray], out: np.ndarray) -> None:
 
 
 def widened(x: np.ndarray, real: Real) -> np.ndarray:
-    """`x` as `real`. From float16 to float32 through integers where that is quicker: NumPy converts 1.0e9 elements per
-    second, this 1.7e9, and it is what attention of one token does most."""
+    """`x` as `real`. Converts float16 to float32 by integer operations, which is faster than NumPy's conversion;
+    attention of one token spends most of its time here."""
     if x.dtype != np.float16 or real is not np.float32 or x.size < _CHUNK >> 6:
         return x.astype(real, copy=False)
     out = np.empty(x.shape, np.float32)
     bits = out.view(np.int32)
-    bits[...] = np.ascontiguousarray(x).view(np.int16)  # its sign fills what lies above
+    bits[...] = np.ascontiguousarray(x).view(np.int16)  # sign-extended
     np.left_shift(bits, 13, out=bits)
     np.bitwise_and(bits, _F16_BITS, out=bits)
-    out *= _F16_BIAS  # subnormal numbers too: the product is exact
+    out *= _F16_BIAS  # exact, also for subnormal numbers
     finite = -65536 < np.minimum.reduce(out, axis=None) <= np.maximum.reduce(out, axis=None) < 65536
     return out if finite else x.astype(np.float32)
 
@@ -175,13 +176,12 @@ def widened(x: np.ndarray, real: Real) -> np.ndarray:
 def quantise(array: np.ndarray, dtype: str) -> Tensor:
     """Real array [..., K] -> tensor of `dtype`: f32, f16 or a type of _ENCODERS.
 
-    Rounding: f16 and bf16 to nearest even; block types as ggml does (and they raise ValueError for values whose
-    scale float16 cannot hold; types that are only read have no encoder); q8_act after rounding to float32:
-    scale = amax/127, codes half to even."""
+    Rounding: f16 and bf16 to nearest even; block types as ggml; q8_act after rounding to float32: scale = amax/127,
+    codes half to even. Raises ValueError for a scale beyond float16 and for types without an encoder."""
     if dtype == "f32":
         return Tensor.of(np.asarray(array, np.float32, order="C"))
     if dtype == "f16":
-        with np.errstate(over="ignore"):  # IEEE: what is too large becomes infinite
+        with np.errstate(over="ignore"):  # IEEE: overflow to infinity
             return Tensor.of(np.asarray(array, np.float16, order="C"))
     if dtype not in _ENCODERS:
         why = ": that type is only read" if dtype in FILE_TYPES else ""
@@ -200,10 +200,10 @@ def quantise(array: np.ndarray, dtype: str) -> Tensor:
 
 
 def round_into(target: Tensor, array: np.ndarray) -> None:
-    """An operation's result, rounded to the storage type of `target` and written there."""
+    """Round an operation's result to the storage type of `target` and write it there."""
     kind = target.type
     if kind.block == 1 and target.dtype != "bf16":
-        target.parts[0][...] = array  # float16: to nearest even, what is too large becomes infinite
+        target.parts[0][...] = array  # float16: to nearest even, overflow to infinity
         return
     source = np.asarray(array, np.float32, order="C").reshape(-1, array.shape[-1] if kind.block == 1 else kind.block)
     parts = [p.reshape(len(source), -1) for p in target.parts]
@@ -213,16 +213,16 @@ def round_into(target: Tensor, array: np.ndarray) -> None:
 
 
 def encode(array: np.ndarray, dtype: str) -> Tensor:
-    """An operation's result, real or integer, as a tensor of its declared output type. What float16 cannot hold becomes
-    its largest number: an activation must not become infinite."""
+    """An operation's result, real or integer, as a tensor of its declared output type. Clamps to float16's range:
+    activations must stay finite."""
     if DTYPES[dtype].parts[0].dtype.kind in "iu" and DTYPES[dtype].block == 1 and dtype != "bf16":
         return Tensor.of(np.asarray(array, DTYPES[dtype].parts[0].dtype, order="C"))
     return quantise(np.clip(array, -F16_MAX, F16_MAX) if dtype == "f16" else array, dtype)
 
 
 def from_ggml(raw: np.ndarray | bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Bytes of a ggml tensor (any array or bytes) of `shape` elements -> tensor. Plain types are views of `raw`,
-    block types are split into their parts. Raises ValueError when the byte count does not fit."""
+    """Bytes of a ggml tensor of `shape` elements -> tensor. Plain types are views of `raw`; block types are split into
+    parts. Raises ValueError for a wrong number of bytes."""
     flat = np.frombuffer(raw, np.uint8) if isinstance(raw, bytes) else np.ascontiguousarray(raw).reshape(-1)
     data = flat.view(np.uint8)
     kind, shape = DTYPES[dtype], tuple(shape)
@@ -242,7 +242,7 @@ def from_ggml(raw: np.ndarray | bytes, dtype: str, shape: tuple[int, ...]) -> Te
 
 
 def to_ggml(tensor: Tensor) -> np.ndarray:
-    """The tensor's bytes as ggml stores them: uint8 [..., bytes of a row]."""
+    """The tensor's bytes in ggml's encoding: uint8 [..., bytes of a row]."""
     lead, kind = tensor.shape[:-1], tensor.type
     if tensor.dtype == "q8_act":
         raise ValueError("q8_act is an activation type: ggml has no such tensor")
@@ -259,7 +259,7 @@ def to_ggml(tensor: Tensor) -> np.ndarray:
 
 
 def _columns(dtype: str) -> Iterator[tuple[slice, int]]:
-    """(bytes of a ggml block, index of the part that they are), in ggml's order."""
+    """(bytes of a ggml block, index of their part), in ggml's order."""
     kind, at = DTYPES[dtype], 0
     names = [p.name for p in kind.parts]
     for name in FILE_TYPES[dtype].order:
@@ -272,12 +272,12 @@ def _columns(dtype: str) -> Iterator[tuple[slice, int]]:
 def _bf16(x: np.ndarray) -> tuple[np.ndarray]:
     bits = x.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(64)  # a NaN stays one
+    quiet = (bits >> np.uint32(16)) | np.uint32(64)  # a NaN stays NaN
     return (np.where(np.isnan(x), quiet, rounded).astype(np.uint16),)
 
 
 def _reciprocal(d: np.ndarray) -> np.ndarray:
-    """1/d; 0 where d is 0 or so small (below 2**-128) that float32 cannot hold 1/d: float16 holds 0 for it."""
+    """1/d, or 0 if d is 0 or 1/d overflows float32 (d below 2**-128, which is 0 in float16)."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / d
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
@@ -308,7 +308,7 @@ def _nibbled(kind: DType, x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _with_offset(kind: DType, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of each block, as they are stored, and its d: the largest value, with its sign, has the lowest integer."""
+    """Stored codes of each block, and its d: the value of largest magnitude has the lowest integer."""
     low, high = kind.integers
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
     d = largest / np.float32(low)
@@ -337,7 +337,7 @@ def _fifth(q: np.ndarray) -> np.ndarray:
 
 
 def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and (scale, scale * sum of codes). A block that is not finite has a scale that is not."""
+    """Codes and (scale, scale * sum of codes). A non-finite block has a non-finite scale."""
     amax = np.maximum.reduce(np.abs(x), axis=1, keepdims=True)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inverse = np.float32(127) / amax

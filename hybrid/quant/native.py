@@ -1,4 +1,4 @@
-"""The types that a device holds matrices in, by those of a file: what DTYPES says. Needs no NumPy."""
+"""Storage types on a device by a file's types, from DTYPES. Needs no NumPy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hybrid.core.dtypes import native_types as computed
 
 __all__ = ["MOST", "NATIVE", "computed", "native"]
 
-MOST = 1.35  # bytes of the held type for each byte of the file's
+MOST = 1.35  # largest growth in bytes by re-encoding
 NATIVE = {source: target for source, kind in DTYPES.items() for _, target in kind.elsewhere}
-"""Type of a file -> type that it is re-encoded to where a device does not compute with it."""
+"""File type -> type that it is re-encoded to on devices without kernels for it."""
 for _source, _target in NATIVE.items():
     assert DTYPES[_target].bits <= MOST * DTYPES[_source].bits

@@ -1,7 +1,7 @@
-"""Types of files that a device does not compute with, as types that it does: at load, a few rows at a time.
+"""Re-encode weights at load, a block of rows at a time, from types without kernels on a device to native ones.
 
-A k type's 6-bit scales and minima are products of two numbers; the native types hold one float16, so the products are
-rounded. Codes are taken over bit for bit. Measured: docs/quantisation.md.
+Codes are copied exactly. A K type's scales and minima are products of 6-bit and float16 numbers; native types have one
+float16, so the products are rounded. Effect on accuracy: docs/quantisation.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid.quant.native import NATIVE
 
 @dataclass(frozen=True, slots=True)
 class Reencoded:
-    """All matrices of one file type that were re-encoded."""
+    """Summary of the re-encoded matrices of one file type."""
 
     source: str
     target: str
@@ -36,7 +36,7 @@ class Reencoded:
 
 
 def summary(done: Iterable[tuple[str, str, tuple[int, ...], float]]) -> tuple[Reencoded, ...]:
-    """One line for each pair of types, of (file type, native type, shape, rounding) of every tensor."""
+    """One entry for each pair of types. done: (file type, native type, shape, rounding) of every tensor."""
     found: dict[tuple[str, str], Reencoded] = {}
     for source, target, shape, rounding in done:
         old = found.get((source, target), Reencoded(source, target, 0, 0, 0, 0.0))
@@ -52,9 +52,8 @@ def summary(done: Iterable[tuple[str, str, tuple[int, ...], float]]) -> tuple[Re
 
 
 def reencode(tensor: Tensor) -> tuple[Tensor, float]:
-    """The tensor in its NATIVE type, and the largest relative rounding of a scale or minimum (0: exact).
-
-    ValueError where float16 cannot hold one."""
+    """(tensor in its NATIVE type, largest relative rounding of a scale or minimum; 0: exact). ValueError if a scale or
+    minimum overflows float16."""
     target, parts = NATIVE[tensor.dtype], _named(tensor)
     if "super" not in parts:  # value = d * (code - offset)
         d = parts["scales"].astype(np.float32).reshape(-1, 1)
@@ -84,9 +83,7 @@ def _rounded(factors: np.ndarray, dtype: str) -> tuple[np.ndarray, float]:
     with np.errstate(over="ignore"):
         half = factors.astype(np.float16)
     if not np.isfinite(half).all():
-        raise ValueError(
-            f"a scale of {dtype} is not finite or beyond float16, in which {NATIVE[dtype]} holds it: use --device cpu"
-        )
+        raise ValueError(f"a scale of {dtype} is not finite or overflows float16 in {NATIVE[dtype]}: use --device cpu")
     change = np.abs(half.astype(np.float32) - factors)
     size = np.abs(factors)
     return half, float(np.max(np.divide(change, size, out=np.zeros_like(change), where=size > 0), initial=0.0))

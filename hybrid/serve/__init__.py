@@ -1,5 +1,5 @@
-"""python -m hybrid.serve [MODEL]: an OpenAI-compatible server, a page to talk to it, and figures to watch it. HTTP
-lives here and nowhere else; everything else is the engine's."""
+"""python -m hybrid.serve [MODEL]: an OpenAI-compatible server with a chat page and a dashboard. All HTTP code is in
+this package."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SLOTS = 32
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m hybrid.serve",
-        description="Serve a checkpoint: OpenAI-compatible endpoints under /v1, a chat page at /, figures at /dashboard.",
-        epilog="SIGTERM and Ctrl-C let running requests end, then exit with 0; a second one ends at once. "
+        description="Serve a checkpoint: OpenAI-compatible endpoints under /v1, a chat page at /, metrics at /dashboard.",
+        epilog="SIGTERM and Ctrl-C drain running requests, then exit with 0; a second one exits at once. "
         "Exit codes: 0, 1 error, 2 wrong usage, 3 device lost.",
     )
     p.add_argument(
@@ -32,49 +32,57 @@ def parser() -> argparse.ArgumentParser:
         help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
     )
     add_random(p)
-    p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every one of this machine ({HOST})")
-    p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 takes a free one and prints it ({PORT})")
-    p.add_argument("--name", default="", help="what the model is called in requests (the checkpoint's own name)")
+    p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every interface ({HOST})")
+    p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 picks a free one and prints it ({PORT})")
+    p.add_argument("--name", default="", help="the model's name in requests (the checkpoint's name)")
     p.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="refuse requests without it; may be repeated"
+        "--api-key", action="append", default=[], metavar="KEY", help="require this key in requests; may be repeated"
     )
-    p.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, out of other users' sight")
+    p.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="keys, one a line; not visible in the process list"
+    )
     p.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name that the Host header may have on a loopback address, behind a proxy for example; may be repeated",
+        help="also accept this Host header on a loopback address, for example behind a proxy; may be repeated",
     )
     p.add_argument(
-        "--cors", action="append", default=[], metavar="ORIGIN", help="let its pages read answers; may be repeated"
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="allow requests from this origin's pages; may be repeated",
     )
     add_engine(p)
-    p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
+    p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"most running requests ({SLOTS})")
+    p.add_argument("--no-warm-up", action="store_true", help="start sooner: compile a pass of a new size on first use")
     p.add_argument(
-        "--no-warm-up", action="store_true", help="start sooner: a pass of a new size is compiled when it first comes"
+        "--queue", type=positive, default=256, metavar="N", help="most waiting requests; further ones get 429 (256)"
     )
-    p.add_argument(
-        "--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)"
-    )
-    p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
-    p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (what the context holds)")
-    p.add_argument("--max-tokens", type=positive, metavar="N", help="most tokens of an answer (what the context holds)")
+    p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest request body (4MiB)")
+    p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (the context)")
+    p.add_argument("--max-tokens", type=positive, metavar="N", help="most tokens of an answer (the context)")
     p.add_argument("--max-choices", type=positive, default=8, metavar="N", help="most choices of a request (8)")
     p.add_argument(
-        "--idle", type=amount, default=30.0, metavar="SECONDS", help="drop clients silent or deaf for so long (30)"
+        "--idle",
+        type=amount,
+        default=30.0,
+        metavar="SECONDS",
+        help="disconnect clients that neither send nor read for so long (30)",
     )
-    p.add_argument("--total", type=amount, default=600.0, metavar="SECONDS", help="end answers that take longer (600)")
+    p.add_argument("--total", type=amount, default=600.0, metavar="SECONDS", help="time limit of a request (600)")
     p.add_argument(
-        "--drain", type=amount, default=60.0, metavar="SECONDS", help="what running requests get after SIGTERM (60)"
+        "--drain", type=amount, default=60.0, metavar="SECONDS", help="time for running requests after SIGTERM (60)"
     )
     p.add_argument(
         "--on-device-loss",
         choices=("restart", "exit"),
         default="restart",
-        help="load the model again, or end with exit code 3 (restart)",
+        help="after a device loss: reload the model, or exit with code 3 (restart)",
     )
-    p.add_argument("--seed", type=int, metavar="N", help="of the seeds of requests that name none (from the system)")
+    p.add_argument("--seed", type=int, metavar="N", help="base seed for requests without a seed (from the system)")
     add_ray(p, "one replica for each device, through Ray Serve")
     p.add_argument("--access-log", action="store_true", help="a line on standard error for each request")
     return p
@@ -94,11 +102,11 @@ def _main(args: argparse.Namespace) -> int:
         ) from None
     if args.model is None and args.random is None:
         if not DEMO.is_file():
-            raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
+            raise ValueError(f"the embedded model {DEMO} does not exist: name a .gguf file or a Hugging Face directory")
         args.model = DEMO
     if args.model is not None and not args.model.exists():
-        raise ValueError(f"{args.model} is not there: name a .gguf file or a Hugging Face directory")
-    open_model(args).close()  # wrong usage and files that cannot be read are said before the port is taken
+        raise ValueError(f"{args.model} does not exist: name a .gguf file or a Hugging Face directory")
+    open_model(args).close()  # report usage errors and unreadable files before binding the port
 
     with usage():
         check_guesses(args)

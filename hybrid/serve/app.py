@@ -1,4 +1,4 @@
-"""The application: endpoints, guard, errors, OpenAPI document."""
+"""The ASGI application: endpoints, guard, errors, OpenAPI document."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, str], None]) -> FastAPI:
-    """load: makes the model, in a thread, when the application starts. end(code, line): asks the process to end."""
+    """Make the application. load: loads the model, called in a thread at startup. end(code, line): requests the
+    process's exit."""
     backend = Backend(load, end, settings.on_loss)
     metrics = Metrics(backend)
     service = Service(backend, metrics, settings)
@@ -44,7 +45,7 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
         service.close()
         await backend.close()
 
-    # The pages that show an OpenAPI document load scripts from elsewhere: the document alone is served.
+    # No documentation pages: they load scripts from other sites. Only the OpenAPI document is served.
     app = FastAPI(
         title="hybrid-kernels",
         version=__version__,
@@ -67,7 +68,7 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
             CORSMiddleware,
             allow_origins=list(settings.cors),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # those that were asked for: clients send many of their own
+            allow_headers=["*"],  # clients send many custom headers
         )
     openapi.install(app, bool(settings.keys))
     return app
@@ -80,12 +81,12 @@ def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
     async def health() -> Response:
         return Json({"status": "alive"})
 
-    @app.get("/ready", summary="Whether requests are taken")
+    @app.get("/ready", summary="Whether the server accepts requests")
     async def ready() -> Response:
         state = backend.state
         return Json({"status": state}, 200 if state == "ready" else 503)
 
-    @app.get("/metrics", summary="Counts and times in Prometheus' form")
+    @app.get("/metrics", summary="Metrics in Prometheus format")
     async def metrics_text() -> Response:
         return Response(
             await asyncio.get_running_loop().run_in_executor(figures, metrics.text), media_type=METRICS_TYPE

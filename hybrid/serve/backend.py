@@ -1,5 +1,4 @@
-"""The model that a server answers with: loaded in the background, loaded again after its device was lost, closed at the
-end."""
+"""The served model: loaded in the background, reloaded after a device loss, closed at shutdown."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 
 State = Literal["loading", "ready", "lost", "stopping"]
 WAITS = (0.0, 2.0, 10.0, 30.0)
-"""Seconds before each attempt to load a model again whose device was lost; after the last one the process ends."""
+"""Seconds before each attempt to reload a model after a device loss; after the last attempt the process exits."""
 
 
 class Backend:
-    """`end(code, line)` asks the process to end. All methods belong to the event loop's thread."""
+    """`end(code, line)` requests the process's exit. Call all methods from the event loop's thread."""
 
     def __init__(
         self,
@@ -40,14 +39,14 @@ class Backend:
         self._task: asyncio.Task[None] | None = None
         self.state: State = "loading"
         self.losses = 0
-        """Times that the device was lost."""
+        """Device losses."""
         self.joules: Joules | None = None
-        """Of the device, once a model has been loaded."""
+        """The device's energy counter, after a model was loaded."""
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> Model:
-        """ApiError 503 while there is none."""
+        """The model. ApiError 503 if none is ready."""
         if self.state == "stopping":
             raise unavailable("the server is stopping: send the request elsewhere", "stopping")
         if self._model is None or self.state != "ready":
@@ -61,7 +60,7 @@ class Backend:
 
     @property
     def loaded(self) -> Model | None:
-        """The model, also while it drains; None while there is none."""
+        """The model, also while draining; None if none is loaded."""
         return self._model
 
     def start(self) -> None:
@@ -78,9 +77,8 @@ class Backend:
         self._take(model)
 
     def _loaded_and_kept(self) -> Model:
-        """What a model consists of lives until it is closed: no collection in the midst of requests looks through
-        it."""
-        gc.unfreeze()  # what was left of one before
+        """Load a model and exclude its objects from garbage collection while it is served."""
+        gc.unfreeze()  # objects of a previous model
         model = self._load()
         garbage.keep()
         return model
@@ -92,7 +90,7 @@ class Backend:
         print(f"ready: {model.checkpoint.name} on {model.device}", file=sys.stderr, flush=True)
 
     def lost(self, model: Model, error: DeviceLost) -> None:
-        """A request of `model` found its device lost. The first to say so starts what follows."""
+        """Handle a device loss that a request of `model` reports; only the first report counts."""
         if model is not self._model or self.state != "ready":
             return
         self.losses += 1
@@ -107,8 +105,8 @@ class Backend:
         self._model = None
         try:
             await asyncio.to_thread(old.close)
-        except Exception as error:  # what was on the device is gone in any case
-            print(f"while the lost model was closed: {describe(error)}", file=sys.stderr, flush=True)
+        except Exception as error:  # the device's memory is lost anyway
+            print(f"error while closing the lost model: {describe(error)}", file=sys.stderr, flush=True)
         said = ""
         for wait in self._waits:
             await asyncio.sleep(wait)
@@ -123,11 +121,11 @@ class Backend:
         self._end(LOST, f"error: the device was lost and the model could not be loaded again: {said}")
 
     def stop(self) -> None:
-        """No more requests; those that run go on."""
+        """Refuse new requests; running ones continue."""
         self.state = "stopping"
 
     async def close(self) -> None:
-        """Free the model. A load that runs is waited for: a thread cannot be ended."""
+        """Free the model, after waiting for a running load: a thread cannot be cancelled."""
         self.state = "stopping"
         if self._task is not None:
             task: asyncio.Task[Any] = self._task
@@ -141,6 +139,6 @@ class Backend:
 
 
 def _joules(model: Model) -> Joules:
-    """Of what runs a model; of several devices, the main one."""
+    """The energy counter of the model's main device."""
     device = model.engine.device
     return Joules(meter_for(getattr(device, "main", device)))

@@ -1,5 +1,5 @@
-"""HTTP connections: a request's head is bounded in time and size, answers cost the loop few writes, HTTP/1.0 gets no
-chunks, and refusals before there is a request are error objects too. The rest is uvicorn's."""
+"""HTTP connections on top of uvicorn: time and size limits of a request's head, coalesced writes, no chunked encoding
+for HTTP/1.0, and error objects for malformed requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from hybrid.serve.errors import ApiError
 
 HEAD = 64 << 10
-"""Bytes of a request's head at most; whole pieces of what comes from the system are counted."""
+"""Most bytes of a request's head, counted in whole socket reads."""
 FULL = 64 << 10
-"""Bytes that are not kept for the end of a turn."""
+"""Buffered bytes that are written before the end of the event-loop iteration."""
 
 
 def _refusal(status: int, reason: str, message: str, code: str) -> bytes:
-    """An answer that ends its connection."""
+    """A response that closes its connection."""
     body = ApiError(status, message, code=code).text()
     lines = [
         f"HTTP/1.1 {status} {reason}",
@@ -34,8 +34,7 @@ BROKEN = _refusal(400, "Bad Request", "this is no HTTP request", "invalid_http")
 
 
 class Gathered:
-    """A transport that writes once for all that a turn of the event loop brings. What is not here is the transport's
-    own."""
+    """A transport wrapper that coalesces the writes of an event-loop iteration; other methods are the transport's."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -47,10 +46,10 @@ class Gathered:
 
     def write(self, data: bytes) -> None:
         if not self._kept:
-            self._loop.call_soon(self._flush)  # finds nothing where there has been more than FULL
+            self._loop.call_soon(self._flush)  # empty if FULL was reached meanwhile
         self._kept.append(data)
         self._size += len(data)
-        if self._size >= FULL:  # so that a writer whose client does not read is told to wait
+        if self._size >= FULL:  # applies flow control if the client does not read
             self._flush()
 
     def close(self) -> None:
@@ -64,7 +63,7 @@ class Gathered:
 
 
 class Unframed(RequestResponseCycle):
-    """An answer to HTTP/1.0, which knows no chunks: the end of the connection ends the body."""
+    """A response to HTTP/1.0, which has no chunked encoding: closing the connection ends the body."""
 
     async def send(self, message: Any) -> None:
         self.chunked_encoding = False
@@ -74,16 +73,16 @@ class Unframed(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """A head that is not whole `seconds` after the connection was made, or after the first byte that follows an answer,
-    ends the connection, however often a byte of it comes; bodies have limits of their own (guard.py)."""
+    """Closes the connection if a head is incomplete `seconds` after connecting, or after the first byte of the next
+    request. guard.py limits bodies."""
 
     seconds = 30.0
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._late: asyncio.TimerHandle | None = None
-        self._whole = False  # the last head that was begun
-        self._came = 0  # bytes of one that is not
+        self._whole = False  # whether the last head is complete
+        self._came = 0  # bytes of an incomplete head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         gathered: Any = Gathered(transport, self.loop)
@@ -133,5 +132,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connection(seconds: float) -> type[Connection]:
-    """A protocol for uvicorn's configuration."""
+    """A protocol class for uvicorn's configuration. seconds: time limit of a head."""
     return type("BoundedConnection", (Connection,), {"seconds": seconds})

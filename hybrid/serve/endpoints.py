@@ -1,4 +1,4 @@
-"""The endpoints for text: completions, chat, responses, tokens, models."""
+"""The endpoints: completions, chat, responses, tokens, models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hybrid.model import Model
 
 DEFAULT_COMPLETION = 16
-"""Tokens of a completion that names no length: the reference's."""
+"""Default max_tokens of a completion, as in OpenAI's API."""
 
 CHAT = ("tools[{}].function.parameters", "response_format.json_schema.schema")
 RESPONSES = ("tools[{}].parameters", "text.format.schema")
@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
     async def models() -> Response:
         return Json({"object": "list", "data": [described(service.backend.model)]})
 
-    @r.get("/v1/models/{name:path}", summary="The same, by its name")
+    @r.get("/v1/models/{name:path}", summary="A model by its name")
     async def one_model(name: str) -> Response:
         return Json(described(service.model(name)))
 
@@ -76,7 +76,7 @@ def router(service: Service) -> APIRouter:
         else:
             ids = await service.tokenize(request, model, body.prompt or "", body.add_special_tokens)
             if (named := model.checkpoint.tokenizer.token_id(body.prompt or "")) is not None:
-                ids = [named]  # clients ask so for the ids of <bos> and <eos>
+                ids = [named]  # clients look up the ids of <bos> and <eos> this way
         answer = await service.aside(request, _tokens, service, model, ids, body.return_token_strs)
         return Response(answer, media_type="application/json")
 
@@ -114,7 +114,7 @@ def _tokens(service: Service, model: Model, ids: list[int], names: bool) -> byte
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request for chat, understood. notes: what of it was left out."""
+    """A parsed chat request. notes: its ignored parts."""
 
     model: Model
     jobs: list[Job]
@@ -124,7 +124,7 @@ class Asked:
 
 
 async def asked_chat(service: Service, body: ChatRequest, request: Request, places: tuple[str, str] = CHAT) -> Asked:
-    """places: of a tool's schema in the request, by its number, and of the answer's."""
+    """Parse a chat request. places: paths of a tool's schema (by its index) and of the response schema."""
     model = service.model(body.model)
     n = body.n or 1
     service.count(n)
@@ -170,7 +170,7 @@ async def _of_tool(
     place: str,
     error: ApiError,
 ) -> ApiError:
-    """A refusal of a grammar as that of the first strict tool whose schema alone is refused, where there is one."""
+    """The error of a refused grammar, attributed to the first strict tool with a schema that is refused by itself."""
     model = service.model(body.model)
     for n, tool in enumerate(body.tools or ()):
         if error.code != "invalid_schema" or tool.function is None or not tool.function.strict:
@@ -250,7 +250,7 @@ async def asked_completion(
 
 
 def _shared(service: Service, model: Model, body: Sampled, top: int | None, length: dict[str, Any]) -> dict[str, Any]:
-    """Options of every choice of a request."""
+    """Options that all choices of a request share."""
     found = options.sampling(body, model.checkpoint.generation, service.seeds, model.hparams.vocab)
     more = {} if top is None else {"logprobs": max(top, 1)}
     return {**found, **length, **more}
@@ -278,7 +278,7 @@ def check_ids(ids: list[int], model: Model, param: str) -> None:
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """Each prompt of a request: text, or ids."""
+    """A request's prompts, as text or ids."""
     prompt: Any = body.prompt
     if isinstance(prompt, str):
         return [prompt]

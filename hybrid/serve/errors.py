@@ -1,7 +1,7 @@
-"""Refusals in the reference's form: {"error": {"message", "type", "param", "code"}}, and which status each error of the
-engine has.
+"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}, and the status of each engine
+error.
 
-No answer holds a traceback or a path of the machine: what no client caused is named in the server's log only.
+No response has a traceback or a local path: internal errors are described in the server's log only.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot
 from hybrid.text.chat_template import ChatError
 
 LONGEST_NAME = 64
-"""Characters of a client's own field name that a message repeats."""
+"""Most characters of a client's field name in a message."""
 
 
 class InvalidSchema(ValueError):
-    """A schema that cannot be used, or not be followed further."""
+    """A schema that cannot be compiled, or failed during generation."""
 
 
 class ApiError(Exception):
-    """A refusal: status and the reference's error object. `retry_after`: seconds, for 429 and 503."""
+    """An error response: status and error object. `retry_after`: seconds, for 429 and 503."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ApiError(Exception):
         return headers
 
     def text(self) -> bytes:
-        """The body as ASCII JSON: whatever a client wrote can be sent back."""
+        """The body as ASCII JSON, which can encode any client text."""
         return json.dumps(self.body()).encode()
 
 
@@ -66,7 +66,7 @@ _OF_STATUS = {
 
 
 def of_status(status: int) -> ApiError:
-    """The refusal for a status that the framework or the guard raises."""
+    """The error response for a status that the framework or the guard raises."""
     message, code = _OF_STATUS.get(status, ("the request cannot be answered", None))
     return ApiError(status, message, code=code)
 
@@ -84,8 +84,7 @@ def busy(message: str, retry_after: float) -> ApiError:
 
 
 def from_engine(error: BaseException) -> ApiError:
-    """The refusal that an error of submit or of a running request becomes. One that no client causes is printed
-    here."""
+    """The error response for an exception of submit or of a running request. Prints internal errors."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DeviceLost):
@@ -108,18 +107,18 @@ def from_engine(error: BaseException) -> ApiError:
 
 
 def printable(text: str, most: int = 500) -> str:
-    """Text for one line of a log: no line break and no control character of a terminal, whoever wrote it."""
+    """Text for one log line, without line breaks and control characters."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split())[:most])
 
 
 def internal(error: BaseException) -> ApiError:
-    """500; what happened goes to the log."""
+    """A 500 response; logs the error."""
     print(f"error: internal: {type(error).__name__}: {printable(str(error))}", file=sys.stderr, flush=True)
     return ApiError(500, "the server failed on this request; its log says how", "server_error", code="internal_error")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first problem that validation found, its place as the reference writes it: messages[0].content."""
+    """The response for the first validation error, with its path as in OpenAI's API: messages[0].content."""
     first = errors[0]
     place = [p for p in first["loc"] if p not in ("body", "query", "path") and not _is_tag(p)]
     shown = "".join(f"[{p}]" if isinstance(p, int) else f".{str(p)[:LONGEST_NAME]}" for p in place).lstrip(".")
@@ -137,5 +136,5 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _is_tag(part: object) -> bool:
-    """Whether a part of a place names a kind of value (wire.kind_of) and no field."""
+    """Whether a part of an error's path is a union tag (wire.kind_of) rather than a field."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")

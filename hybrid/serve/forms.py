@@ -1,5 +1,5 @@
-"""Answers of chat and completions in the reference's form, as chunks of a stream or whole. A form knows neither HTTP
-nor the engine's threads."""
+"""Format chat and completion answers as in OpenAI's API, streamed in chunks or whole. Forms are independent of HTTP and
+the engine's threads."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ FINISH = {
     "deadline": "length",
     "cancelled": "length",
 }
-"""The reference's word for how a text ended; it has none for a limit of time."""
+"""OpenAI's finish_reason by ours; OpenAI has none for a time limit."""
 
 
 class Form(Protocol):
-    """One answer of an endpoint."""
+    """Format of an endpoint's answer."""
 
     def open(self) -> bytes:
         """The first chunks of a stream."""
 
     def push(self, item: Item) -> bytes:
-        """What a choice brought, as chunks; "" where there is nothing to tell yet."""
+        """A choice's new events as chunks; empty if there is nothing to send yet."""
 
     def close(self) -> bytes:
-        """The last chunks, once every choice has ended."""
+        """The last chunks, after every choice has ended."""
 
     def fail(self, error: ApiError) -> bytes:
-        """What ends a stream that cannot go on."""
+        """The final chunks of a failed stream."""
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
 
 
 class Reader(Protocol):
-    """Tells calls of tools from text, as an answer comes."""
+    """Streaming parser that separates tool calls from text."""
 
     def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The deltas that an event brings: {"content": text} or {"tool_calls": [...]}."""
+        """The deltas of an event: {"content": text} or {"tool_calls": [...]}."""
 
     def end(self) -> list[dict[str, Any]]:
-        """What was held back."""
+        """Deltas of the buffered rest."""
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Calls so far."""
+        """Tool calls so far."""
 
 
 def finite(logprob: float) -> float:
-    """A log probability as JSON can hold it."""
+    """A log probability as a finite number for JSON."""
     return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
 
 
 class Tokens:
-    """How logprobs name tokens."""
+    """Token text and bytes in logprobs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def bytes(self, token: int) -> bytes:
-        """A control token by its name, since it prints nothing."""
+        """A token's bytes; a control token's name, since its text is empty."""
         t = self._tokenizer
         text = t.token_bytes(token) if 0 <= token < t.n_rows else b""
         if not text and 0 <= token < t.n_tokens:
@@ -81,7 +81,7 @@ class Tokens:
         return text
 
     def decoder(self) -> StreamDecoder:
-        """Counts characters of a text as its tokens come."""
+        """A streaming decoder, to count characters of generated text."""
         return StreamDecoder(self._tokenizer)
 
     def name(self, token: int) -> str:
@@ -96,8 +96,8 @@ class Tokens:
 
 
 def usage(done: Sequence[Completion | None], prompts: Sequence[int]) -> dict[str, Any]:
-    """Tokens of a request; done: of each choice. prompts: indices of the choices that are the first of their prompt,
-    since a prompt counts once."""
+    """The usage object. done: completion of each choice. prompts: index of each prompt's first choice, since a prompt
+    counts once."""
     ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
@@ -123,9 +123,8 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer says besides its choices. top: likely tokens beside each chosen one, None without logprobs; ends:
-    tokens that end a text, which logprobs of a conversation do not name; usage: in the last chunk of a stream;
-    every_usage: in every chunk."""
+    """Fields of an answer besides its choices. top: number of top_logprobs, None without logprobs; ends: end-of-text
+    tokens, which chat logprobs omit; usage: in the last chunk of a stream; every_usage: in every chunk."""
 
     model: str
     fingerprint: str
@@ -137,12 +136,12 @@ class Head:
     every_usage: bool = False
 
     def logprobs(self, events: Sequence[Event]) -> list[TokenLogprob]:
-        """Those that events bring, of tokens that are part of a message."""
+        """Logprobs of the events' tokens that are part of a message."""
         return [p for e in events for p in e.logprobs or () if p.id not in self.ends] if self.top is not None else []
 
 
 class _Choices:
-    """What chat and completions share: the head of every object, the choices that have ended, the usage chunk."""
+    """Base of chat and completions: the head of every object, finished choices, the usage chunk."""
 
     prefix, chunk_object, whole_object = "", "", ""
 
@@ -187,7 +186,7 @@ class _Choices:
 
 
 def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
-    """The deltas that a choice's events bring, text that follows text joined. reader: where tools may be called."""
+    """The deltas of a choice's events, with adjacent text joined. reader: if tools may be called."""
     if reader is None:
         text = "".join(e.text for e in item.events)
         return [{"content": text}] if text else []
@@ -206,7 +205,7 @@ def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
 
 
 class ChatForm(_Choices):
-    """chat.completion and chat.completion.chunk. readers: one for each choice where tools may be called, else None."""
+    """chat.completion and chat.completion.chunk. readers: one for each choice; None if no tools may be called."""
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
@@ -260,7 +259,7 @@ class ChatForm(_Choices):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as an answer repeats it: its text and, where they were asked for, its tokens' log probabilities."""
+    """An echoed prompt: its text and, if requested, its tokens' log probabilities."""
 
     tokens: int
     text: str = ""
@@ -269,8 +268,8 @@ class Echo:
 
 
 class CompletionForm(_Choices):
-    """text_completion. n: choices of a prompt; echoes: the prompt of each choice; begun: whether tokens are
-    generated."""
+    """text_completion. n: choices of a prompt; echoes: the prompt of each choice; begun: whether tokens are generated
+    or only the prompt is echoed."""
 
     prefix, chunk_object, whole_object = "cmpl", "text_completion", "text_completion"
 
@@ -297,7 +296,7 @@ class CompletionForm(_Choices):
         i, kept = item.choice, self._logprobs[item.choice]
         self._generated += sum(len(e.ids) for e in item.events)
         text = "".join(e.text for e in item.events)
-        # Every token, the end of text too: clients count on one entry for each.
+        # An entry for every token, end-of-text included: clients rely on it.
         fresh = kept.more([p for e in item.events for p in e.logprobs or ()]) if kept is not None else None
         self._text[i].append(text)
         out = self._piece(i, text, fresh) if text or (fresh and fresh["tokens"]) else b""
@@ -320,7 +319,7 @@ class CompletionForm(_Choices):
 
 
 class _Logprobs:
-    """The logprobs object of one completion, its prompt's first where that is repeated."""
+    """The logprobs object of a completion, with those of an echoed prompt first."""
 
     def __init__(self, head: Head, echo: Echo) -> None:
         self._tokens, self._top = head.tokens, head.top
@@ -331,7 +330,7 @@ class _Logprobs:
             self._add(self.fields, token, known)
 
     def more(self, found: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """Those of the next tokens."""
+        """The logprobs fields of the next tokens."""
         fresh = _empty()
         for p in found:
             self._add(fresh, p.id, p)

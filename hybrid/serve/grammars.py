@@ -1,8 +1,7 @@
-"""Constraints whose grammars live in processes of their own (hybrid/text/grammar_worker.py): a grammar that crashes,
-loops or grows ends its process and the requests that asked for it, and its memory goes back to the system when nobody
-uses it any more.
+"""Grammar constraints in separate processes (hybrid/text/grammar_worker.py). A grammar that crashes, loops or grows
+ends only its process and its requests, and unused grammars return their memory to the system.
 
-Masks are computed while the device runs its step: `accept` asks for the next one, `ready` says whether it has come.
+Masks are computed while the device runs its step: `accept` requests the next mask, `ready` polls for it.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ from hybrid.text.grammar_worker import HEAD
 from hybrid.text.tokenizer import Tokenizer
 
 MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>')
-"""Tokens that grammars name and that are never part of a text, whatever their type."""
+"""Special tokens in grammars, which are never part of a text, regardless of their token type."""
 MISSING = "response_format and tools need llguidance, which is not installed (pip install hybrid-kernels[serve])"
 MASK_SECONDS = 5.0
-"""How long a mask may take; then its request fails."""
+"""Timeout of a mask, after which its request fails."""
 START_SECONDS = 60.0
-"""How long the process that the others come from may take to begin."""
+"""Timeout of the template process's start."""
 KEPT, KEPT_MEMORY = 32, 256 << 20
-"""Grammars without a sequence that are kept for the next request, and their bytes."""
+"""Most cached grammars without a sequence, and their bytes."""
 LIVE_MEMORY = 1 << 30
-"""Bytes of all grammars with sequences; further requests wait outside (429)."""
+"""Most bytes of grammars with sequences; further requests get 429."""
 SLICE = 0.005
-"""Seconds after which a thread that waits looks whether another one has taken its answer."""
+"""Seconds after which a waiting thread checks whether another thread has received its answer."""
 LEAST = 2 << 20
-"""Bytes that any process takes."""
+"""Minimum bytes of a process."""
 GONE = "the schema cannot be used: it takes more time, memory or nesting than a schema may"
 
 
 def missing() -> str | None:
-    """What this installation cannot constrain and why; None where it can."""
+    """Why this installation does not support constraints; None if it does."""
     if importlib.util.find_spec("llguidance") is None:
         return MISSING
     return None if hasattr(os, "fork") else "response_format and tools need a system that can fork processes"
 
 
 def marks_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """The marks that a tokenizer has, and their ids."""
+    """Ids of the marks in a tokenizer's vocabulary."""
     return {m: i for m in MARKS if (i := tokenizer.token_id(m)) is not None}
 
 
 class Grammars:
-    """Grammars over one tokenizer, for any thread. vocab: rows of the output matrix."""
+    """Cache of compiled grammars for a tokenizer. Thread-safe. vocab: rows of the output matrix."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -75,9 +74,8 @@ class Grammars:
         self._all: weakref.WeakSet[Grammar] = weakref.WeakSet()
 
     def constraint(self, grammars: str | Sequence[str], param: str) -> GrammarConstraint:
-        """A constraint in its first state, its first mask computed: of the first of several Lark grammars that can be
-        compiled. Takes a while. ApiError 400, naming `param`, for grammars that cannot be used; 429 where too much
-        memory is in use."""
+        """A constraint of the first of several Lark grammars that compiles, with its first mask computed. Slow.
+        ApiError 400, naming `param`, if none compiles; 429 if too much memory is in use."""
         if (what := missing()) is not None:
             raise bad_request(f"this server cannot constrain answers: {what}", code="unsupported_value")
         if not self._ends:
@@ -92,12 +90,12 @@ class Grammars:
         return made
 
     def memory(self) -> int:
-        """Bytes that grammars take in their processes."""
+        """Bytes of all grammars' processes."""
         with self._lock:
             return sum(g.memory for g in self._all if g.alive)
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         with self._lock:
             self._kept.clear()
             source, self._source = self._source, None
@@ -131,7 +129,7 @@ class Grammars:
         return self._source
 
     def _evict(self) -> None:
-        """Give up the least recently used grammars without sequences, beyond what may be kept."""
+        """Evict the least recently used grammars without sequences, down to the limits."""
         for key in [k for k, g in self._kept.items() if not g.alive]:
             del self._kept[key]
         idle = [k for k, g in self._kept.items() if not g.sequences]
@@ -143,7 +141,7 @@ class Grammars:
 
 
 class _Source:
-    """The process that the others are forked from: it has the tokenizer, and no grammar."""
+    """The template process from which grammar processes are forked. It has the tokenizer but no grammar."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ours, theirs = socket.socketpair()
@@ -154,14 +152,14 @@ class _Source:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a crash of a child is told by its end
+                stderr=subprocess.DEVNULL,  # a child's crash is detected by its exit
                 env={**os.environ, "PYTHONPATH": search},
-                start_new_session=True,  # a terminal's Ctrl-C is the parent's
+                start_new_session=True,  # only the parent handles Ctrl-C
             )
         self._control, self._lock = ours, threading.Lock()
         ours.settimeout(START_SECONDS)
         data = pickle.dumps((tokenizer, tuple(marks_of(tokenizer).values())))
-        with contextlib.suppress(OSError):  # it has ended: `fork` says so
+        with contextlib.suppress(OSError):  # it has exited; `fork` raises
             ours.sendall(struct.pack("<Q", len(data)) + data)
 
     @property
@@ -169,7 +167,7 @@ class _Source:
         return self._process.poll() is None
 
     def fork(self) -> tuple[socket.socket, int]:
-        """A connection to a new child, and its process id. RuntimeError where this process has ended."""
+        """(connection to a new child, its process id). RuntimeError if the template process has exited."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             try:
@@ -195,7 +193,7 @@ class _Source:
 
 
 class Grammar:
-    """One compiled grammar and its process. For any thread."""
+    """A compiled grammar and its process. Thread-safe."""
 
     def __init__(self, source: _Source, ends: list[int], vocab: int) -> None:
         self._source, self.ends, self.vocab = source, ends, vocab
@@ -204,24 +202,24 @@ class Grammar:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._buffer = memoryview(bytearray(1 << 16))
-        self._held = bytearray()  # of an answer that has not come whole
+        self._held = bytearray()  # of an incomplete answer
         self._answers: dict[int, tuple[int, bytes, bytes]] = {}  # sequence -> (question, kind, body)
         self._freed: deque[int] = deque()
         self._compiled: tuple[bytes, bytes] | None = None
         self.alive = True
         self.memory = LEAST
-        """Bytes that it adds to its process."""
+        """Bytes of the grammar's process."""
         self.which = 0
-        """Of several grammars, the one that was compiled."""
+        """Index of the compiled grammar."""
         self._live: set[int] = set()
 
     @property
     def sequences(self) -> int:
-        """That use it."""
+        """Sequences that use it."""
         return len(self._live) - len(self._freed)
 
     def compile(self, grammars: Sequence[str]) -> None:
-        """InvalidSchema with the reason."""
+        """Compile the first valid grammar. InvalidSchema with the reason if there is none."""
         self._say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
         until = time.monotonic() + worker.SECONDS
         while self._compiled is None and self.alive and (left := until - time.monotonic()) > 0:
@@ -237,7 +235,7 @@ class Grammar:
         self.memory, self.which = self.memory + said["memory"], said["which"]
 
     def constraint(self, of: int = 0) -> GrammarConstraint:
-        """A sequence in the state of another one."""
+        """A new sequence, in the state of sequence `of`."""
         number = next(self._numbers)
         with self._lock:
             self._live.add(number)
@@ -248,8 +246,7 @@ class Grammar:
         self._say(op, number, question, body)
 
     def answer(self, number: int, question: int, wait: float) -> tuple[bytes, bytes] | None:
-        """(kind, body) once it has come; None where it has not after `wait` seconds. InvalidSchema where none will
-        come."""
+        """(kind, body) of an answer; None after `wait` seconds without it. InvalidSchema if the process has ended."""
         until = time.monotonic() + wait
         while True:
             found = self._answers.get(number)
@@ -263,18 +260,18 @@ class Grammar:
                 return None
 
     def free(self, number: int) -> None:
-        """Forget a sequence; from a finaliser, so without the lock."""
+        """Free a sequence; called by a finaliser, so without the lock."""
         self._freed.append(number)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self.alive = False
         self._source.kill(self._pid)
         self._connection.close()
 
     def __del__(self) -> None:
         if getattr(self, "alive", False):
-            self._connection.close()  # it waits for the next question, and ends
+            self._connection.close()  # the process exits at its next read
 
     def _say(self, op: bytes, number: int, argument: int, body: bytes = b"", seconds: float = 0.0) -> None:
         until = time.monotonic() + seconds
@@ -291,12 +288,12 @@ class Grammar:
                     message = message[self._connection.send(message) :]
                 except BlockingIOError:
                     if time.monotonic() >= until or not self._poll(select.POLLOUT, until - time.monotonic()):
-                        self.alive = False  # it has not read what came before
+                        self.alive = False  # it does not read its input
                 except OSError:
                     self.alive = False
 
     def _listen(self, wait: float) -> None:
-        """Take the answers that have come, after at most `wait` seconds without any."""
+        """Receive answers, waiting at most `wait` seconds for the first."""
         if wait > 0 and not self._poll(select.POLLIN, min(wait, SLICE)):
             return
         with self._lock:
@@ -312,7 +309,7 @@ class Grammar:
             self._take()
 
     def _poll(self, event: int, seconds: float) -> bool:
-        poll = select.poll()  # of this thread: no two may wait on one
+        poll = select.poll()  # one for each thread: poll objects are not thread-safe
         try:
             poll.register(self._connection, event)
             return bool(poll.poll(1000 * seconds))
@@ -329,13 +326,13 @@ class Grammar:
             at += HEAD.size + length
             if not number:
                 self._compiled = kind, body
-            elif number in self._live:  # else it was forgotten before its answer came
+            elif number in self._live:  # otherwise it was freed meanwhile
                 self._answers[number] = (question, kind, body)
         del self._held[:at]
 
 
 def _reason(body: bytes) -> str:
-    """What llguidance says, without the insides of its parser: the first line, and a pattern's own error."""
+    """llguidance's error message without parser internals: the first line, and a pattern's error."""
     lines = [line.strip() for line in body.decode("utf-8", "replace").splitlines() if line.strip()]
     first = lines[0].rpartition("failed to compile JSON schema: ")[2] if lines else "it cannot be compiled"
     why = next((line for line in lines[1:] if line.startswith("error: ")), "")
@@ -343,7 +340,7 @@ def _reason(body: bytes) -> str:
 
 
 class GrammarConstraint(Constraint):
-    """One sequence's place in a grammar."""
+    """A sequence's state in a grammar."""
 
     def __init__(self, grammar: Grammar, number: int) -> None:
         self._grammar, self._number = grammar, number
@@ -354,11 +351,11 @@ class GrammarConstraint(Constraint):
 
     @property
     def which(self) -> int:
-        """Of several grammars, the one that is followed."""
+        """Index of the compiled grammar."""
         return self._grammar.which
 
     def ready(self, wait: float = 0.0) -> bool:
-        """Whether `mask` answers at once; waits at most `wait` seconds for that."""
+        """Whether the next mask has arrived, after waiting at most `wait` seconds."""
         if self._mask is not None or self._error is not None:
             return True
         try:
@@ -383,8 +380,8 @@ class GrammarConstraint(Constraint):
         return True
 
     def mask(self) -> np.ndarray:
-        """Which ids may come next: those that end the text where nothing else may. InvalidSchema for a grammar that
-        takes too long or grew beyond its limits."""
+        """Mask of allowed next ids; end-of-text ids if nothing else is allowed. InvalidSchema for a grammar beyond its
+        time or memory limits."""
         if not self.ready(MASK_SECONDS) and not self.ready():
             raise InvalidSchema(GONE)
         if self._error is not None:
@@ -394,7 +391,7 @@ class GrammarConstraint(Constraint):
 
     def accept(self, token: int) -> None:
         if token in self._grammar.ends:
-            return  # the text has ended; what a pass ahead chose is dropped
+            return  # the text has ended: drop the token of a pass submitted early
         self._ask(worker.ACCEPT, token.to_bytes(4, "little"))
 
     def copy(self) -> GrammarConstraint:

@@ -1,5 +1,5 @@
-"""What every request passes first: the Host header, the key, the size and pace of the body; and what every answer
-carries."""
+"""Checks of every request (Host header, origin, API key, size and timeout of the body) and headers of every
+response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybrid.serve.metrics import Metrics
 from hybrid.serve.settings import Settings
 
 OPEN = ("/", "/dashboard", "/health", "/ready")
-"""Paths that need no key, with those under /page/: they hold nothing but the page itself."""
+"""Paths without an API key, besides those under /page/: static pages and health checks."""
 COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -29,7 +29,7 @@ HEADERS = {
     "x-frame-options": "DENY",
 }
 BEGAN, OUTCOME = "hybrid.began", "hybrid.outcome"
-"""Keys of the ASGI scope: time.perf_counter() at arrival; what an endpoint says of a stream's end."""
+"""Keys of the ASGI scope: time.perf_counter() at arrival; the outcome of a stream, set by its endpoint."""
 
 
 def admit(scope: Scope, settings: Settings) -> None:
@@ -49,22 +49,20 @@ def admit(scope: Scope, settings: Settings) -> None:
 
 
 def _check_origin(headers: Headers, host: str, cors: Sequence[str]) -> None:
-    """Without a key, web pages from elsewhere are refused: a browser sends their requests even if it hides the
-    answers."""
+    """Refuse cross-origin web pages if there is no API key: a browser sends their requests even if it hides the
+    responses."""
     origins = headers.getlist("origin")
     if origins and all(origin in cors for origin in origins):
         return
     foreign = any(origin.lower().partition("://")[2] != host for origin in origins)
     if foreign or (not origins and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
-        raise ApiError(
-            403, "a page of another origin asks: start the server with --cors ORIGIN to let it", code="origin"
-        )
+        raise ApiError(403, "cross-origin request: start the server with --cors ORIGIN to allow it", code="origin")
 
 
 def _check_key(headers: Headers, keys: Sequence[str]) -> None:
     kind, _, key = headers.get("authorization", "").partition(" ")
     given = key.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
-    known = [hmac.compare_digest(given, k.encode()) for k in keys]  # all of them: the time tells nothing
+    known = [hmac.compare_digest(given, k.encode()) for k in keys]  # compare with all keys: constant time
     if not any(known):
         what = (
             "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
@@ -73,7 +71,7 @@ def _check_key(headers: Headers, keys: Sequence[str]) -> None:
 
 
 class Guard:
-    """ASGI middleware, outermost but for CORS. metrics: counts requests; None where another process does."""
+    """ASGI middleware, inside CORS only. metrics: counts requests; None if another process counts them."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics | None) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -93,16 +91,16 @@ class Guard:
                     headers.setdefault(name, value)
                 headers.setdefault("x-request-id", f"req_{secrets.token_hex(12)}")
             await send(message)
-            status = message.get("status", status)  # only now: a head that cannot be sent is answered with another
+            status = message.get("status", status)  # after sending: an invalid head is replaced by an error response
 
         try:
             admit(scope, self._settings)
-            # HEAD is GET to the application; uvicorn, which keeps the scope, sends no body.
+            # The application handles HEAD as GET; uvicorn omits the body.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, self._bounded(scope, receive), sent)
         except ApiError as error:
             await _refuse(error, sent)
-        except asyncio.CancelledError:  # the time to drain is over; raised on, it would be a traceback in the log
+        except asyncio.CancelledError:  # drain timeout; re-raising would log a traceback
             scope[OUTCOME] = "cancelled"
             if not status:
                 await _refuse(unavailable("the server is stopping: send the request elsewhere", "stopping"), sent)
@@ -117,7 +115,8 @@ class Guard:
                 _count(self._metrics, scope, status)
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive` with limits, until the body is complete. HTTPException, since the framework passes on no other."""
+        """Wrap `receive` with size and time limits of the body. Raises HTTPException, the only type that the framework
+        propagates."""
         most, idle = self._settings.max_body, self._settings.idle
         end = time.monotonic() + self._settings.total
         length = Headers(scope=scope).get("content-length", "0")

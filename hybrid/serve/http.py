@@ -1,4 +1,4 @@
-"""Bodies as JSON, and answers that end when their client goes: one JSON object, or a stream of server-sent events."""
+"""JSON request bodies, and responses that are cancelled on disconnect: a JSON object or server-sent events."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from hybrid.serve.errors import bad_request
 
 
 class Gone(Exception):
-    """The client went away before its answer was ready."""
+    """The client disconnected before its answer was ready."""
 
 
 class JsonRequest(Request):
-    """A request whose body is JSON of bounded depth, without NaN and Infinity (a number may still be too large for a
-    float)."""
+    """A request with a JSON body of bounded depth without NaN and Infinity (numbers may still overflow a float)."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -34,7 +33,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """Takes JSON alone: any page can send other types to a local server without asking first."""
+    """Requires Content-Type: application/json. Web pages can send other types to a local server without CORS."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -49,8 +48,7 @@ class JsonRoute(APIRoute):
 
 
 def packed(value: Any) -> bytes:
-    """JSON in ASCII, without spaces: any text can be sent, lone surrogates too. ValueError for a number that is not
-    finite."""
+    """Compact ASCII JSON, which can encode lone surrogates. ValueError for a non-finite number."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -67,7 +65,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def until_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`; Gone, and `work` cancelled, where the client goes first."""
+    """The result of `work`. If the client disconnects first, cancels `work` and raises Gone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request.receive))
     try:
@@ -86,8 +84,8 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from `chunks`. Ends when the client goes, or takes nothing for `idle` seconds; `ended(whole)`
-    is called in any case, whole: everything was sent."""
+    """Server-sent events from `chunks`. Ends if the client disconnects or reads nothing for `idle` seconds. Always
+    calls `ended(whole)`; whole: everything was sent."""
 
     media_type = "text/event-stream"
 
@@ -101,7 +99,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._chunks, self._idle, self._ended = chunks, idle, ended
-        self._since: float | None = None  # when the piece that is being sent was begun
+        self._since: float | None = None  # start of the current send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.ensure_future(self._write(send))

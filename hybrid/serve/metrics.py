@@ -1,5 +1,4 @@
-"""What /metrics shows, in Prometheus' form: the server's own counts, and the engine's snapshot at the time of the
-question."""
+"""/metrics in Prometheus format: the server's counters, and a snapshot of the engine's."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
 class Metrics:
-    """One registry for each server, so that several may live in a process."""
+    """The server's metrics in a registry of their own, so that a process may have several servers."""
 
     def __init__(self, backend: Backend) -> None:
         self.registry = CollectorRegistry()
@@ -44,7 +43,7 @@ class Metrics:
         self.registry.register(_Engine(backend))
 
     def between(self, seconds: float, tokens: int) -> None:
-        """`tokens` came `seconds` after the one before: that many gaps, of equal length."""
+        """Record `tokens` that arrived `seconds` after the previous one, as as many equal intervals."""
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
@@ -53,7 +52,7 @@ class Metrics:
 
 
 class _Engine(Collector):
-    """The engine's snapshot, and whether there is one."""
+    """Collects the engine's snapshot and the server's state."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -63,8 +62,10 @@ class _Engine(Collector):
 
     def collect(self) -> Iterable[Metric]:
         backend, model = self._backend, self._backend.loaded
-        yield GaugeMetricFamily("hybrid_ready", "1 while requests are taken", value=float(backend.state == "ready"))
-        yield CounterMetricFamily("hybrid_device_losses", "Times that the device was lost", value=backend.losses)
+        yield GaugeMetricFamily(
+            "hybrid_ready", "1 while the server accepts requests", value=float(backend.state == "ready")
+        )
+        yield CounterMetricFamily("hybrid_device_losses", "Device losses", value=backend.losses)
         if model is not None:
             yield from _snapshot(model.metrics())
         if backend.joules is not None and (joules := backend.joules.read()) is not None:
@@ -76,21 +77,21 @@ class _Engine(Collector):
 
 
 def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
-    """An engine's snapshot as families; a gauge's or a counter's name is its field's."""
+    """An engine's snapshot as metric families, named by its fields."""
     yield GaugeMetricFamily("hybrid_waiting", "Requests in the queue", value=m.waiting)
     yield GaugeMetricFamily("hybrid_running", "Requests that run", value=m.running)
     counts = {
-        "prompt_tokens": "Tokens of prompts that were begun, those found in the cache included",
-        "cached_tokens": "Tokens of prompts that were found in the cache",
-        "generated_tokens": "Tokens that were generated",
-        "refused": "Requests that found the queue full",
+        "prompt_tokens": "Prompt tokens of started requests, cached ones included",
+        "cached_tokens": "Prompt tokens found in the prefix cache",
+        "generated_tokens": "Generated tokens",
+        "refused": "Requests refused because the queue was full",
         "passes": "Runs of a plan",
-        "drafted": "Tokens that were guessed and verified",
-        "accepted": "Of these, tokens that were right",
-        "verified": "Passes that verified guesses",
+        "drafted": "Draft tokens that were verified",
+        "accepted": "Draft tokens that were accepted",
+        "verified": "Passes that verified draft tokens",
         "preemptions": "Sequences that were preempted to free blocks",
-        "recomputed": "Rows that were run again after a preemption or an aborted step",
-        "evictions": "Cached blocks that were given up for others",
+        "recomputed": "Rows recomputed after a preemption or an aborted step",
+        "evictions": "Cached blocks that were evicted",
     }
     for name, about in counts.items():
         yield CounterMetricFamily(f"hybrid_{name}", about, value=getattr(m, name))
@@ -109,13 +110,13 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
 
 
 def _work(totals: Mapping[PassPhase, Total]) -> Iterable[Metric]:
-    """What passes took, by phase. Over the seconds, bytes and operations are the rates that the device reached."""
+    """Time and work of passes, by phase. Bytes and operations divided by seconds are the achieved rates."""
     shown = {
-        "seconds": "Time that the device ran passes, as the host saw it",
+        "seconds": "Time of passes, measured on the host",
         "passes": "Runs of a plan",
         "rows": "Rows of passes",
-        "nbytes": "Bytes that passes must move, as their plans declare",
-        "flops": "Operations of passes, as their plans declare",
+        "nbytes": "Memory traffic of passes by their plans' declarations",
+        "flops": "Arithmetic operations of passes by their plans' declarations",
     }
     names = {"nbytes": "bytes", "flops": "operations"}
     for field, about in shown.items():

@@ -1,4 +1,4 @@
-"""The OpenAPI document, with the refusals that every endpoint may answer instead of the framework's own."""
+"""The OpenAPI document, with this server's error responses instead of the framework's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR = {
     },
 }
 REFUSALS = {
-    "400": "Something in the request is wrong",
+    "400": "The request is invalid",
     "401": "The key is missing or wrong",
     "403": "Unknown Host",
     "404": "No such model",
@@ -31,14 +31,14 @@ REFUSALS = {
     "408": "The body did not arrive in time",
     "413": "The body is too large",
     "429": "The queue is full; Retry-After says when to try again",
-    "499": "The client went away",
+    "499": "The client disconnected",
     "503": "The model is being loaded, its device was lost, or the server is stopping",
 }
 STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 def install(app: FastAPI, keys: bool) -> None:
-    """Make `app.openapi` give the document."""
+    """Make `app.openapi` return the document."""
     made = app.openapi
 
     def document() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a request asks for, as the options of Model.submit."""
+"""Convert a request's fields to options of Model.submit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Seeds:
-    """Seeds of requests that name none, from the server's own, so that a server can be run again with the same ones."""
+    """Seeds for requests without one, drawn from the server's base seed for reproducibility."""
 
     def __init__(self, seed: int | None) -> None:
         self._random = random.Random(seed)
@@ -25,7 +25,7 @@ class Seeds:
 
 
 def sampling(body: Sampled, advice: Generation, seeds: Seeds, vocab: int) -> dict[str, Any]:
-    """Options but for those of length, logprobs and constraint. `advice`: what the checkpoint recommends."""
+    """Sampling options, without length, logprobs and constraint. advice: the checkpoint's recommended values."""
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     for said in (advice, body):
         given = {name: getattr(said, name, None) for name in SamplingFields.model_fields}
@@ -43,9 +43,8 @@ def sampling(body: Sampled, advice: Generation, seeds: Seeds, vocab: int) -> dic
 
 
 def lengths(asked: int | None, default: int | None, prompt: int, context: int, settings: Settings) -> dict[str, Any]:
-    """max_tokens: what was asked for, within what the server allows; `default` where nothing was (None: to the
-    context's end). The prompt must be within the server's own limit; whether it fits into the context is the engine's
-    to say."""
+    """The max_tokens option: the requested number within the server's limit, or `default` (None: to the end of the
+    context). Checks the prompt against the server's limit; the engine checks it against the context."""
     if settings.max_prompt and prompt > settings.max_prompt:
         raise bad_request(
             f"the prompt has {prompt} tokens, and this server takes {settings.max_prompt}: shorten it",
@@ -59,8 +58,8 @@ def lengths(asked: int | None, default: int | None, prompt: int, context: int, s
 
 
 def choice(options: dict[str, Any], index: int, constraint: Constraint | None = None) -> dict[str, Any]:
-    """The options of a request's choice: each has a seed of its own, the first the request's. What a constraint ends
-    has ended."""
+    """The options of one choice. Each choice has its own seed, the first the request's. A constraint may end the
+    text."""
     own = {**options, "seed": (options["seed"] + index) % 2**64}
     return own if constraint is None else {**own, "constraint": constraint, "ignore_eos": False}
 

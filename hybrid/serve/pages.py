@@ -1,4 +1,4 @@
-"""The chat page and the dashboard: files of the package under a policy that lets them load nothing from elsewhere."""
+"""The chat page and the dashboard: static files with a content security policy that allows only the server itself."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/j
 
 
 HEAD = "head.html"
-"""What the pages' heads share; a comment with this name stands for it."""
+"""The shared part of the pages' heads; replaces a comment with this name."""
 
 
 def content(path: Path) -> bytes:
-    """A file as it is answered."""
+    """A file's content with the shared head."""
     return path.read_bytes().replace(f"<!-- {HEAD} -->\n".encode(), (FOLDER / HEAD).read_bytes())
 
 
 def router() -> APIRouter:
-    """Every file is read once, now; only these names are answered."""
+    """Routes of the files, which are read once, now."""
     r = APIRouter(include_in_schema=False)
     files = {
         p.name: (content(p), TYPES[p.suffix])

@@ -1,5 +1,5 @@
-"""Threads for work that would hold up the event loop: clients take turns, and within a client shorter work goes
-first."""
+"""Thread pool for work that would block the event loop: round-robin over clients, shortest work first within a
+client."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hybrid.serve.errors import from_engine
 
 T = TypeVar("T")
 Parts = Generator[object, None, T]
-"""Work in parts: what it yields is dropped, what it returns is its result."""
+"""Work that can be preempted at each yield; its return value is the result."""
 
 QUANTUM = 0.01
-"""Seconds that work in parts runs before somebody else has a turn."""
+"""Time slice of work in seconds before another client's work runs."""
 LONG = 1 << 16
-"""Work of this size or more goes in order of arrival: begun work keeps memory, so it ends before the next begins."""
+"""Work of this size or more runs in order of arrival. Started work holds memory, so it finishes before the next
+starts."""
 
 
 class _Work(NamedTuple):
@@ -30,16 +31,16 @@ class _Work(NamedTuple):
 
 
 class FairPool:
-    """Belongs to one event loop, except that its work runs in threads."""
+    """A fair thread pool of one event loop."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._executor = ThreadPoolExecutor(threads, f"hybrid {name}")
         self._idle = threads
         self._number = 0
-        self._waiting: OrderedDict[str, list[_Work]] = OrderedDict()  # by client, who comes next first
+        self._waiting: OrderedDict[str, list[_Work]] = OrderedDict()  # by client, next one first
 
     async def run(self, client: str, parts: Parts[T], size: int = 0) -> T:
-        """The result of work in parts; its errors as ApiError. size: anything that grows with the time it takes."""
+        """The result of work in parts; its errors as ApiError. size: a measure of its run time."""
         self._number += 1
         work = _Work(min(size, LONG), self._number, parts, asyncio.get_running_loop().create_future())
         self._wait(client, work)
@@ -51,7 +52,7 @@ class FairPool:
         return found
 
     async def call(self, client: str, function: Callable[..., T], *args: Any) -> T:
-        """The result of a function that takes a while."""
+        """The result of a long-running function."""
 
         def whole() -> Parts[T]:
             yield None
@@ -93,7 +94,7 @@ class FairPool:
 
 
 def _quantum(parts: Parts[Any]) -> tuple[bool, Any]:
-    """(whether it has ended, its result)."""
+    """Run one time slice: (whether the work has ended, its result)."""
     until = time.monotonic() + QUANTUM
     try:
         next(parts)

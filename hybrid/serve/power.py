@@ -1,5 +1,4 @@
-"""Joules since the server began, where the machine counts them (hybrid/devices/energy.py): of the whole device, whoever
-uses it."""
+"""Energy of the whole device since the server started, if the machine can measure it (hybrid/devices/energy.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from collections.abc import Callable
 from hybrid.devices.energy import Meter
 
 SAMPLE = 0.5
-"""Seconds between two looks at a sensor of power."""
+"""Seconds between two readings of a power sensor."""
 
 
 class Joules:
-    """A meter's counter, or its power times time. A sensor that cannot be read for a while (a GPU that sleeps) counts
-    nothing meanwhile."""
+    """A meter's counter, or its power integrated over time. While a sensor is unreadable (a sleeping GPU) it adds
+    nothing."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
         self.source, self._meter, self._clock = meter.source, meter, clock
@@ -23,7 +22,7 @@ class Joules:
         self._sum, self._last = 0.0, (clock(), self._watts())
 
     def read(self) -> float | None:
-        """Joules up to now, or up to the last look at the sensor; None where nothing can be read (any more)."""
+        """Joules up to now, or up to the last reading; None if the meter is unreadable."""
         if self._meter.counter is not None:
             try:
                 return self._meter.counter() - self._first
@@ -32,14 +31,14 @@ class Joules:
         return self._sum if self._meter.power is not None else None
 
     def look(self) -> None:
-        """At the sensor, with a trapezoid since the last look."""
+        """Read the sensor and add the trapezoid since the last reading."""
         (before, watts), now, fresh = self._last, self._clock(), self._watts()
         if watts is not None and fresh is not None:
             self._sum += (watts + fresh) / 2 * (now - before)
         self._last = now, fresh
 
     async def watch(self) -> None:
-        """Look every SAMPLE seconds, for ever; returns at once where no sensor needs it."""
+        """Read the sensor every SAMPLE seconds, forever; returns at once without a power sensor."""
         while self._meter.power is not None and self._meter.counter is None:
             await asyncio.sleep(SAMPLE)
             await asyncio.to_thread(self.look)

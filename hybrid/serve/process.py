@@ -1,4 +1,4 @@
-"""The process: its socket, its signals, its end."""
+"""The server process: socket, signals, exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BACKLOG = 1024
 def serve(
     load: Callable[[], Model], settings: Settings, *, host: str, port: int, drain: float, access_log: bool = False
 ) -> int:
-    """Until a signal, or an error that ends the server; the exit code. OSError where the address cannot be had."""
+    """Serve until a signal or a fatal error; returns the exit code. OSError if the address cannot be bound."""
     listening = listen(host, port)
     ended: list[tuple[int, str]] = []
 
@@ -47,10 +47,10 @@ def serve(
 
 
 def announce(host: str, listening: socket.socket, settings: Settings, more: str = "") -> None:
-    """Say where a server listens, and whom that lets in."""
+    """Print the server's address, with a warning if it is open to the network."""
     if not settings.hosts and not settings.keys:
         print(
-            f"warning: everybody who reaches {host} may use this server: add --api-key-file FILE",
+            f"warning: this server on {host} has no authentication: add --api-key-file FILE",
             file=sys.stderr,
             flush=True,
         )
@@ -59,7 +59,7 @@ def announce(host: str, listening: socket.socket, settings: Settings, more: str 
 
 
 def configured(app: ASGIApp, settings: Settings, drain: float, access_log: bool = False) -> uvicorn.Config:
-    """drain: seconds that running requests get once the server stops."""
+    """uvicorn's configuration. drain: seconds for running requests at shutdown."""
     return uvicorn.Config(
         app,
         log_level="info" if access_log else "warning",
@@ -70,13 +70,13 @@ def configured(app: ASGIApp, settings: Settings, drain: float, access_log: bool 
         timeout_keep_alive=int(max(1, settings.idle)),
         timeout_graceful_shutdown=max(1, round(drain)),
         server_header=False,
-        proxy_headers=False,  # the log names who connected, not whom a header names
+        proxy_headers=False,  # log the peer's address, not a header's
         backlog=BACKLOG,
     )
 
 
 class Server(uvicorn.Server):
-    """A first signal drains, a second one ends the process at once."""
+    """A uvicorn server: the first signal drains, a second one exits at once."""
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; taken before the model is loaded, so that a port in use is known at once."""
+    """A listening socket, bound before the model is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     s = socket.socket(family, socket.SOCK_STREAM)
     try:

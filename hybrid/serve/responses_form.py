@@ -1,4 +1,4 @@
-"""The answer of /v1/responses: one object with a list of items, or the events that build it up."""
+"""Format answers of /v1/responses: an object with a list of items, or a stream of events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hybrid.serve.running import Item
 
 
 class ResponsesForm:
-    """asked: fields of the request that the answer repeats. reader: where tools may be called, else None."""
+    """An answer of /v1/responses. asked: request fields that the answer repeats. reader: None if no tools may be
+    called."""
 
     def __init__(self, head: Head, asked: dict[str, Any], reader: Reader | None) -> None:
         self._head: dict[str, Any] = {
@@ -140,7 +141,7 @@ class ResponsesForm:
         return out
 
     def _end_item(self) -> bytes:
-        """The last item is complete, if it was not."""
+        """Complete the last item, if it is open."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return b""
         item = self._items[-1]

@@ -1,4 +1,4 @@
-"""Requests of /v1/responses, and the request for chat that asks for the same."""
+"""Request models of /v1/responses, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class InputResult(Wire):
 
 
 class InputReasoning(Wire):
-    """Taken and ignored: clients send back what a model thought."""
+    """Accepted and ignored: clients send reasoning items back."""
 
     type: Literal["reasoning"]
 
@@ -150,7 +150,7 @@ class TextOptions(Wire):
 
 
 class Reasoning(Wire):
-    """Taken and ignored where it holds what the reference knows."""
+    """Validated as in OpenAI's API, and ignored."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -159,7 +159,7 @@ class Reasoning(Wire):
 
 
 class ResponsesRequest(SamplingFields):
-    """Nothing is stored: each request holds its whole conversation."""
+    """A stateless request: it contains the whole conversation."""
 
     input: Input
     model: str | None = None
@@ -173,10 +173,10 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """What does not fit is refused, not truncated."""
+    """Ignored: prompts that are too long are refused."""
     store: bool | None = None
-    """Nothing is stored, which the answer says."""
-    # Taken and ignored: they ask for nothing that changes the text.
+    """Ignored: the answer has store: false."""
+    # Accepted and ignored: no effect on the text.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -192,7 +192,7 @@ class ResponsesRequest(SamplingFields):
         return self
 
     def repeated(self) -> dict[str, Any]:
-        """Fields that the answer repeats. ApiError 400 for numbers that are too large for an answer."""
+        """Fields that the answer repeats. ApiError 400 for non-finite numbers."""
         fields = {
             "instructions",
             "max_output_tokens",
@@ -220,7 +220,7 @@ class ResponsesRequest(SamplingFields):
         return "message.output_text.logprobs" in (self.include or ())
 
     def chat(self) -> ChatRequest:
-        """The request for chat that asks for the same. ApiError for what has no such form."""
+        """The equivalent chat request. ApiError if there is none."""
         copied = (*SamplingFields.model_fields, "model", "stream", "parallel_tool_calls", "store")
         body: dict[str, Any] = {k: getattr(self, k) for k in copied}
         body["messages"] = [
@@ -271,7 +271,7 @@ class ResponsesRequest(SamplingFields):
 
 
 def public(param: str | None) -> str | None:
-    """A field of the request for chat as this endpoint calls it."""
+    """This endpoint's name of a chat request's field."""
     renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
     first = (param or "").partition("[")[0].partition(".")[0]
     return renamed.get(first, param)

@@ -1,8 +1,6 @@
-"""The engine's handles of one HTTP request: submitted all or none, their events gathered into batches, cancelled with
-it.
+"""The engine handles of one HTTP request: submitted all or none, with batched events, cancelled with the request.
 
-Whoever takes batches gets everything that has come since the last one: a reader that is slow, or a loop that is busy,
-gets fewer and larger pieces instead of falling behind.
+A batch has all events since the previous one, so that a slow reader or a busy event loop gets fewer, larger batches.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from hybrid.serve.errors import ApiError, from_engine
 from hybrid.serve.metrics import Metrics
 
 HEARTBEAT = 15.0
-"""Seconds without a token after which an empty batch comes, so that a stream can show that it is alive."""
+"""Seconds without a token before an empty batch, for keep-alive events in a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Job:
 
 
 class Item(NamedTuple):
-    """What one choice has brought: events in order, and its completion if it has ended."""
+    """New events of a choice, in order, and its completion if it has ended."""
 
     choice: int
     events: list[Any]
@@ -41,7 +39,7 @@ class Item(NamedTuple):
 
 
 class Feed:
-    """Runs jobs on the backend's model. ApiError where one is refused: then none runs."""
+    """Runs jobs on the backend's model. If one is refused, raises ApiError and runs none."""
 
     def __init__(self, backend: Backend, metrics: Metrics, jobs: Sequence[Job], began: float) -> None:
         self._backend, self._metrics, self._model = backend, metrics, backend.model
@@ -60,7 +58,8 @@ class Feed:
         self._open = {i: _Read(began) for i in range(len(jobs))}
 
     async def batches(self) -> AsyncIterator[list[Item]]:
-        """Until every job has ended; an empty one after HEARTBEAT seconds of silence. ApiError where a job failed."""
+        """Yield batches until every job has ended, and an empty one after HEARTBEAT seconds without events. ApiError if
+        a job fails."""
         silence = _Silence(self._wake)
         try:
             while self._open:
@@ -71,21 +70,19 @@ class Feed:
                 elif silence.long():
                     yield []
                 if self._open:
-                    await (
-                        self._wake.wait()
-                    )  # set by the loop alone, so whoever else is ready has a turn before the next batch
+                    await self._wake.wait()  # set by the loop only, so other ready tasks run before the next batch
         finally:
             silence.end()
             self.cancel()
 
     def cancel(self) -> None:
-        """End what still runs; may be called again."""
+        """Cancel running jobs. Idempotent."""
         for handle in self._handles:
             if not handle.done:
                 handle.cancel()
 
     def _take(self) -> list[Item]:
-        """What has come since the last time."""
+        """Items since the last call."""
         items = []
         for i, read in list(self._open.items()):
             events, ended = self._handles[i].news(read.events)
@@ -96,7 +93,7 @@ class Feed:
                 except Exception as error:
                     if not events:
                         raise self._refusal(error) from None
-                    self._wake.set()  # raised once what came before it has been given
+                    self._wake.set()  # raised after delivering earlier events
                 else:
                     del self._open[i]
             if events or done is not None:
@@ -111,7 +108,7 @@ class Feed:
 
 
 class _Read:
-    """How far a choice was read, and when. began: of its request, as time.perf_counter() has it."""
+    """Read position and time of a choice. began: time.perf_counter() at the request's arrival."""
 
     def __init__(self, began: float) -> None:
         self.events, self._tokens, self._last = 0, 0, began
@@ -129,7 +126,7 @@ class _Read:
 
 
 class _Silence:
-    """Sets a mark when nothing has been heard for HEARTBEAT seconds: one timer, however many batches come."""
+    """Sets an event after HEARTBEAT seconds without tokens, with one timer for any number of batches."""
 
     def __init__(self, mark: asyncio.Event) -> None:
         self._mark, self._loop = mark, asyncio.get_running_loop()
@@ -147,7 +144,7 @@ class _Silence:
         self._heard, self._is_long = self._loop.time(), False
 
     def long(self) -> bool:
-        """Once for each HEARTBEAT seconds of it."""
+        """True once for each HEARTBEAT seconds of silence."""
         was, self._is_long = self._is_long, False
         return was
 

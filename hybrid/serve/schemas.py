@@ -1,5 +1,5 @@
-"""JSON schemas of requests: their shape and size are checked here, before anything is made of them, and what no grammar
-can follow is left out or refused."""
+"""Validate JSON schemas of requests: their structure and size, and keywords that no grammar supports, which are ignored
+or refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from hybrid.serve.errors import ApiError, bad_request
 
 DEPTH = 100
-"""Schemas within schemas, those that references lead to included."""
+"""Most nested schemas, references included."""
 REFERENCES = 1000
 PARTS = 20_000
-"""Schemas of one request's schema."""
+"""Most subschemas."""
 ALTERNATIVES = 1000
-"""Of one anyOf, oneOf or allOf."""
+"""Most schemas of an anyOf, oneOf or allOf."""
 VALUES = 20_000
-"""Of all enumerations."""
+"""Most values of all enums."""
 
 TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -76,12 +76,12 @@ _STRUCTURE = (
     "additionalProperties",
 )
 _NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9bB]|\(\?P?=")
-"""In patterns: looks around, earlier groups, borders of words."""
+"""Unsupported pattern syntax: look-around, back-references, word boundaries."""
 
 
 def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> None:
-    """Check a schema's shape and size. strict: also that a grammar can follow it whole. ApiError 400 names what is
-    wrong as a place below `place`."""
+    """Check a schema's structure and size. strict: also that grammars support all of it. ApiError 400 gives a path
+    below `place`."""
     _Check(schema, place, strict).schema(schema, place, 0)
     try:
         json.dumps(schema, allow_nan=False)
@@ -112,7 +112,7 @@ class _Check:
             self._reference(schema["$ref"], f"{place}.$ref", depth)
 
     def _words(self, schema: dict[str, Any], place: str) -> None:
-        """Check the keywords of one schema that hold no schemas."""
+        """Check a schema's keywords without subschemas."""
         for key, value in schema.items():
             at, wanted = f"{place}.{key}", ""
             if key == "type":
@@ -168,7 +168,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _below(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
-    """(place, schema) of the schemas directly within one."""
+    """(path, schema) of the direct subschemas."""
     for key in _MAPS:
         for name, part in schema.get(key, {}).items():
             yield f"{place}.{key}.{name[:64]}", part
@@ -182,18 +182,18 @@ def _below(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unfollowed(key: str, value: Any) -> str:
-    """Why a grammar cannot follow a keyword; "" where it can."""
+    """Why grammars do not support a keyword; "" if they do."""
     if key in _NOT_FOLLOWED and value is not False:
-        return "cannot be followed: leave it out, or send strict: false"
+        return "is not supported: leave it out, or send strict: false"
     if key == "pattern" and _NO_AUTOMATON.search(value):
-        return "looks around, or back to a group: no grammar can follow that"
+        return "has look-around or a back-reference, which no grammar supports"
     if key == "format" and value not in _FORMATS:
-        return f"is a format that cannot be followed; those that can: {', '.join(_FORMATS)}"
+        return f"is an unsupported format; supported: {', '.join(_FORMATS)}"
     return ""
 
 
 def resolve(root: Mapping[str, Any], reference: str) -> Any:
-    """What a reference within a schema leads to; None where that is nothing, or elsewhere."""
+    """The target of a reference within a schema; None if missing or external."""
     found: Any = root
     if reference != "#" and not reference.startswith("#/"):
         return None
@@ -207,13 +207,12 @@ def resolve(root: Mapping[str, Any], reference: str) -> Any:
 
 
 LOOSER = 3
-"""Ways to follow a schema that need not be followed whole."""
+"""Number of relaxations of a non-strict schema (`loosened`)."""
 
 
 def loosened(schema: Mapping[str, Any], way: int) -> dict[str, Any]:
-    """A schema of which a grammar can follow more. way 0: without patterns that no grammar follows, and without
-    properties that are not declared, which weak models invent; 1: types, properties, items and alternatives alone; 2:
-    the type alone."""
+    """Relax a schema for grammars. way 0: drop unsupported patterns, and forbid undeclared properties, which weak
+    models invent; 1: keep only types, properties, items and alternatives; 2: keep only the type."""
     if way == 2:
         return {"type": schema["type"]} if schema.get("type") in TYPES else {}
     found: dict[str, Any] = _looser(schema, way)
@@ -224,7 +223,7 @@ _COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additional
 
 
 def _looser(schema: Any, way: int, part: bool = False) -> Any:
-    """part: of an allOf, which other parts may add properties to."""
+    """part: within an allOf, whose other parts may add properties."""
     if not isinstance(schema, dict):
         return schema
     out: dict[str, Any] = {}

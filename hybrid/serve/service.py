@@ -1,4 +1,4 @@
-"""What the endpoints share: from a validated request to jobs, and from jobs to an answer."""
+"""Code that endpoints share: make jobs from a validated request, and an answer from jobs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WAITING = b": waiting\n\n"
 NOTE = "x-hybrid-note"
-"""Header of an answer: what of the request was left out."""
+"""Response header: ignored parts of the request."""
 
 
 class Service:
-    """One for each server."""
+    """Shared state of the endpoints; one for each server."""
 
     def __init__(self, backend: Backend, metrics: Metrics, settings: Settings) -> None:
         self.backend, self.metrics, self.settings = backend, metrics, settings
@@ -52,12 +52,12 @@ class Service:
         self._fingerprint: tuple[Model, str] | None = None
 
     def close(self) -> None:
-        """End the processes of grammars."""
+        """Stop the grammar processes."""
         if self._compiled is not None:
             self._compiled[1].close()
 
     def model(self, asked: str | None) -> Model:
-        """The model, if it is the one that was asked for. ApiError 404 or 503."""
+        """The model, if `asked` is its name or None. ApiError 404 or 503."""
         model = self.backend.model
         if asked is not None and asked != self.name(model):
             raise ApiError(
@@ -72,9 +72,8 @@ class Service:
         return self.settings.name or model.checkpoint.name
 
     def fingerprint(self, model: Model) -> str:
-        """Of what computes: the project, the device and the precision. The same where equal seeds give equal texts.
-        Made once for a model: its precision is found by looking through its plans, which takes as long as several
-        passes."""
+        """system_fingerprint: a digest of project version, device and precision. Equal fingerprints give equal texts
+        for equal seeds. Cached for each model, since the precision is collected from all plans."""
         if self._fingerprint is None or self._fingerprint[0] is not model:
             what = repr((__version__, model.device, sorted(model.engine.runner.precision.items())))
             self._fingerprint = model, f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
@@ -84,15 +83,15 @@ class Service:
         return Tokens(model.checkpoint.tokenizer)
 
     def most(self, model: Model) -> int:
-        """Tokens of a prompt at most."""
+        """Most tokens of a prompt."""
         ctx = model.engine.cache.ctx
         return min(self.settings.max_prompt or ctx, ctx)
 
     async def encode(
         self, request: Request, model: Model, text: str, *, bos: bool = True, guard: str | None = None
     ) -> list[int]:
-        """Ids of a text. guard: of a conversation as chat.written gives it, whose control tokens are meant. ApiError
-        400 for one that is too long, as soon as that is known."""
+        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. ApiError 400 as
+        soon as the text is known to be too long."""
         tokenizer, most = model.checkpoint.tokenizer, self.most(model)
         self.check_length(model, len(text) - (text.count(guard) if guard else 0))
         parts = tokenizer.encode_parts(text, bos, guard is not None, guard or "")
@@ -101,51 +100,50 @@ class Service:
     async def tokenize(
         self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None
     ) -> list[int]:
-        """Ids of a text of any length."""
+        """Ids of a text, without a length limit."""
         parts = model.checkpoint.tokenizer.encode_parts(text, bos, guard is not None, guard or "")
         return await self._texts.run(self._client(request), _joined(parts, None), len(text))
 
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
-        """A call that takes a while, in the thread for texts."""
+        """Run a long call in the text thread."""
         return await self._texts.call(self._client(request), work, *args)
 
     async def written(
         self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None
     ) -> tuple[str, str]:
-        """A conversation as the model's template writes it, for `encode` with its guard."""
+        """Render a conversation with the model's chat template: (text, guard) for `encode`."""
         c = model.checkpoint
         return await self._templates.call(
             self._client(request), chat.written, c.tokenizer, messages, c.chat_template, False, tools
         )
 
     def check_length(self, model: Model, characters: int) -> None:
-        """ApiError 400 for a text that has too many tokens, however it is cut: no token has more characters than the
-        longest."""
+        """ApiError 400 for a text with too many tokens under every tokenisation, by the longest token's length."""
         most, least = self.most(model), characters // model.checkpoint.tokenizer.longest
         if least > most:
             raise _too_long(f"at least {least}", most)
 
     def check_count(self, model: Model, tokens: int) -> None:
-        """ApiError 400 for a prompt of too many tokens."""
+        """ApiError 400 for a prompt with too many tokens."""
         if tokens > (most := self.most(model)):
             raise _too_long(str(tokens), most)
 
     def template(self, model: Model) -> str | None:
-        """The chat template that is used; None where there is none."""
+        """The chat template in use, or None."""
         try:
             return chat.template_of(model.checkpoint.tokenizer, model.checkpoint.chat_template)
         except chat.ChatError:
             return None
 
     def tool_format(self, model: Model) -> Format:
-        """The one of the model's family: with marks where its vocabulary and its template have them."""
+        """The tool-call format of the model's family: marked if vocabulary and template have the marks."""
         found = marked(model.checkpoint.tokenizer) if "tool" in (model.checkpoint.chat_template or "") else None
         return found or JSON
 
     async def constraints(
         self, request: Request, model: Model, grammars: Sequence[str], param: str, n: int
     ) -> list[GrammarConstraint]:
-        """n of the first of several grammars that can be compiled. ApiError 400, naming `param`; 429."""
+        """n constraints of the first of several grammars that compiles. ApiError 400, naming `param`; 429."""
         if self._compiled is None or self._compiled[0] is not model:
             former, self._compiled = self._compiled, (model, Grammars(model.checkpoint.tokenizer, model.hparams.vocab))
             if former is not None:
@@ -161,7 +159,7 @@ class Service:
     async def prompt_logprobs(
         self, request: Request, model: Model, ids: Sequence[int], top: int
     ) -> list[TokenLogprob | None]:
-        """How likely each token of a prompt is after those before it, as `hybrid.perplexity` computes it; None for the
+        """Log probability of each prompt token given the previous ones, as in `hybrid.perplexity`; None for the
         first."""
         try:
             return await self._scores.call(self._client(request), _prompt_logprobs, model, ids, top)
@@ -171,13 +169,12 @@ class Service:
             raise
 
     def _client(self, request: Request) -> str:
-        """Who asks: clients take turns. The key where one is checked, else the address that the connection comes
-        from."""
+        """The client's identity for fair scheduling: the API key if keys are required, else the peer address."""
         address = request.client.host if request.client is not None else ""
         return request.headers.get("authorization", address) if self.settings.keys else address
 
     def count(self, n: int) -> None:
-        """Refuses more choices than this server allows."""
+        """Check the number of choices. ApiError 400."""
         if n > self.settings.max_choices:
             raise bad_request(
                 f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n"
@@ -186,7 +183,7 @@ class Service:
     async def answer(
         self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, headers: dict[str, str] | None = None
     ) -> Response:
-        """The jobs' answer in a form, as a stream or whole. ApiError where the queue is full or a job fails."""
+        """Run jobs and format their answer, streamed or whole. ApiError if the queue is full or a job fails."""
         feed = Feed(self.backend, self.metrics, jobs, request.scope[BEGAN])
         if not stream:
             return Json(await self.unless_gone(request, self._whole(feed, form)), headers=headers)
@@ -199,7 +196,7 @@ class Service:
         return EventStream(self._chunks(feed, form, request), self.settings.idle, ended, headers)
 
     async def unless_gone(self, request: Request, work: Awaitable[T]) -> T:
-        """The result of `work`, which ends where the client goes first. ApiError 499."""
+        """The result of `work`, cancelled if the client disconnects. ApiError 499."""
         try:
             found: T = await until_gone(request, work)
         except Gone:
@@ -232,7 +229,7 @@ class Service:
 
 
 def note(parts: Iterable[str]) -> dict[str, str]:
-    """Headers that say what was left out."""
+    """Headers with notes on ignored parts of a request."""
     text = printable("; ".join(parts), 1000)
     return {NOTE: text.encode("ascii", "replace").decode()} if text else {}
 
@@ -254,7 +251,7 @@ def _too_long(count: str, most: int) -> ApiError:
 
 
 _ROWS = 16
-"""Logits of so many rows are worked on at a time, in float64."""
+"""Rows of logits that are processed at once, in float64."""
 
 
 def _prompt_logprobs(model: Model, ids: Sequence[int], top: int) -> list[TokenLogprob | None]:
@@ -264,7 +261,7 @@ def _prompt_logprobs(model: Model, ids: Sequence[int], top: int) -> list[TokenLo
             rows = logits[start : start + _ROWS].astype(np.float64)
             rows -= rows.max(axis=1, keepdims=True)
             rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
-            for row in rows[: len(ids) - len(out)]:  # the last row predicts what is not there
+            for row in rows[: len(ids) - len(out)]:  # the last row has no next prompt token
                 best = np.argpartition(row, -top)[-top:] if top else np.empty(0, int)
                 best = best[np.argsort(-row[best], kind="stable")]
                 token = ids[len(out)]

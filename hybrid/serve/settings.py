@@ -1,4 +1,4 @@
-"""What a server was told: what it is called, whom it lets in, what it allows, and when it gives up."""
+"""A server's settings: model name, access control, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
 def loopback_names(host: str) -> tuple[str, ...]:
-    """Names that the Host header may have on a loopback address; none for other addresses, which have any."""
+    """Valid Host headers for a loopback address; empty (any) for other addresses."""
     try:
         own = ip_address(host.strip("[]"))
     except ValueError:
@@ -21,28 +21,27 @@ def loopback_names(host: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Sizes in bytes, characters or tokens as named; times in seconds."""
+    """Settings of a server; times in seconds."""
 
     name: str = ""
-    """What the model is called in requests and answers; empty: the checkpoint's own name."""
+    """The model's name in requests and answers; empty: the checkpoint's name."""
     keys: tuple[str, ...] = ()
-    """API keys, one of which each request must carry; none: everyone who reaches the port is let in."""
+    """API keys, one of which each request needs; empty: no authentication."""
     hosts: tuple[str, ...] = ()
-    """Names that the Host header may have; none: any. A server on the loopback address names that, so that a page
-    elsewhere cannot reach it through a name of its own that resolves to this machine."""
+    """Valid Host headers; empty: any. A server on a loopback address restricts them against DNS rebinding."""
     cors: tuple[str, ...] = ()
-    """Origins whose pages may read answers; none: only the server's own."""
+    """Origins that CORS allows; empty: only the server's own."""
     max_body: int = 4 << 20
     max_prompt: int = 0
-    """Tokens; 0: as many as the context holds."""
+    """Most tokens of a prompt; 0: the context."""
     max_tokens: int = 0
-    """Tokens of one answer; 0: as many as the context holds."""
+    """Most tokens of an answer; 0: the context."""
     max_choices: int = 8
-    """Choices of one request: n times its prompts."""
+    """Most choices of a request: n times its prompts."""
     idle: float = 30.0
-    """A client that neither sends nor takes anything for so long is dropped."""
+    """Timeout of clients that neither send nor read."""
     total: float = 600.0
-    """From the arrival of a request to the end of its answer."""
+    """Time limit from a request's arrival to the end of its answer."""
     on_loss: OnLoss = "restart"
     seed: int | None = None
-    """Of the seeds of requests that name none; None: from the system."""
+    """Base seed for requests without a seed; None: from the system."""

@@ -1,7 +1,7 @@
-"""Structured output: what an answer must look like, as Lark grammars for llguidance (grammars.py).
+"""Structured output: Lark grammars for llguidance (grammars.py) from response formats.
 
-Whitespace between JSON's tokens is bounded: nothing, one space, or a new line with its indent. Without a bound a model
-that has begun to write blanks may go on for ever, since every further one is allowed.
+Whitespace between JSON tokens is limited to nothing, one space, or a line break with indent. Without a limit a model
+may generate blanks forever.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ WHITESPACE = r"[ ]?|\n {0,16}"
 
 
 def json_rule(schema: Mapping[str, Any], exact: bool = False, strict: bool = False) -> str:
-    """`%json ...`, as a rule of a Lark grammar; ASCII. exact: whitespace as json.dumps writes it. strict: an error
-    where a part of the schema cannot be followed, which is left out otherwise."""
+    """`%json ...`, a rule of a Lark grammar in ASCII. exact: whitespace as json.dumps writes it. strict: make
+    unsupported parts of the schema an error instead of ignoring them."""
     if exact:
         options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     else:
@@ -29,15 +29,15 @@ def json_rule(schema: Mapping[str, Any], exact: bool = False, strict: bool = Fal
 
 
 def answer_larks(schema: Mapping[str, Any], strict: bool) -> list[str]:
-    """Grammars of an answer that is JSON of a schema, the closest first."""
+    """Grammars of a JSON answer with a schema, strictest first."""
     if strict:
         return [f"start: {json_rule(schema, strict=True)}"]
     return [f"start: {json_rule(loosened(schema, way))}" for way in range(LOOSER)]
 
 
 def schema_of(wanted: ResponseFormat | None, place: str) -> tuple[dict[str, Any] | None, bool]:
-    """The JSON schema that a response_format asks for, checked, and whether it is to be followed whole; None for plain
-    text. ApiError 400. place: of the schema in the request."""
+    """The validated JSON schema of a response_format (None: plain text) and whether it is strict. place: path of the
+    schema in the request. ApiError 400."""
     if wanted is None or wanted.type == "text":
         return None, False
     if wanted.json_schema is None:

@@ -1,8 +1,8 @@
-"""Calls of tools: how they are offered, what an answer that makes them looks like, and how that is read.
+"""Tool calls: prompt, grammar and parser.
 
-A format belongs to a family. `tools_json` is for models that are told of tools in words (Gemma 3, 3n), `tools_marked`
-for those whose template writes them (Gemma 4). In both the grammar allows a call only in the one form that the reader
-reads. A tool's schema binds whole where the tool is strict, else as far as a grammar can follow it.
+Each model family has a format. `tools_json` describes tools in the system prompt (Gemma 3, 3n); `tools_marked` is for
+templates with tools (Gemma 4). In both the grammar allows a call only in the form that the reader parses. A strict
+tool's schema is enforced in full, other schemas as far as grammars support them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybrid.serve.schemas import LOOSER, check, loosened
 from hybrid.serve.wire import Function, Message, NamedTool, Tool, ToolChoice
 
 MOST_CALLS = 16
-"""Calls in one answer."""
+"""Most calls in an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Functions of a request that may be called. required: at least one is; several: more than one may be; way: how
-    loosely the schemas of those that are not strict are followed (schemas.loosened)."""
+    """Callable functions of a request. required: at least one call; several: more than one call allowed; way:
+    relaxation of non-strict schemas (schemas.loosened)."""
 
     tools: Sequence[Function]
     required: bool = False
@@ -33,7 +33,7 @@ class Offer:
     way: int = 0
 
     def arguments(self, tool: Function) -> tuple[dict[str, Any], bool]:
-        """The schema that a grammar follows for a tool's arguments, and whether whole."""
+        """(schema of a tool's arguments in the grammar, whether it is strict)."""
         if tool.strict:
             return parameters(tool), True
         return {**loosened(parameters(tool), self.way), "type": "object"}, False
@@ -41,16 +41,15 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One family's way. turns: messages as the chat template takes them, with what the template gets as `tools`; lark:
-    the grammar of an answer; one that calls nothing is JSON of the given schema (with whether it is strict), or without
-    one any text."""
+    """A family's tool format. turns: converts messages for the chat template, and the template's `tools`. lark: makes
+    the grammar of an answer; an answer without calls is JSON of the given (schema, strict), or any text."""
 
     turns: Callable[[Sequence[Message], Offer | None], tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]
     lark: Callable[[Offer, tuple[dict[str, Any] | None, bool]], str]
     reader: Callable[[Offer], Reader]
 
     def larks(self, offer: Offer, schema: tuple[dict[str, Any] | None, bool]) -> list[str]:
-        """Grammars of an answer, the closest first: the looser ones are for schemas that cannot be followed whole."""
+        """Grammars of an answer, strictest first; later ones have relaxed schemas."""
         answer, strict = schema
         if all(t.strict for t in offer.tools) and (strict or answer is None):
             return [self.lark(offer, schema)]
@@ -60,7 +59,7 @@ class Format:
 
 
 def offer(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer | None:
-    """What a request's fields offer; None where nothing may be called."""
+    """The callable functions by a request's fields; None if no call is allowed."""
     functions = [t.function for t in tools or () if t.function is not None]
     if not functions or choice == "none":
         return None
@@ -70,7 +69,7 @@ def offer(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: boo
 
 
 def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
-    """Check the schemas of tools. ApiError 400 names the tool and the place; `place` has {} for a tool's number."""
+    """Check the schemas of tools. ApiError 400 names the tool and the path; `place` has {} for a tool's index."""
     for n, tool in enumerate(tools or ()):
         if tool.function is None or tool.function.parameters is None:
             continue
@@ -85,17 +84,17 @@ def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
 
 
 def of_tool(tool: Function, error: ApiError, param: str | None = None) -> ApiError:
-    """The refusal of a schema, which names the tool too."""
+    """A schema's error response, with the tool's name."""
     return bad_request(f"The tool {tool.name}: {error.message}", param or error.param, error.code)
 
 
 def left_out(tools: Sequence[Tool] | None) -> list[str]:
-    """The types of tools that are not offered, once each."""
+    """Unsupported tool types, without duplicates."""
     return sorted({t.type for t in tools or () if t.function is None})
 
 
 def parameters(tool: Function) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, also where none are declared."""
+    """The schema of a tool's arguments; an empty object schema if undeclared."""
     found = dict(tool.parameters or {})
     if not found:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -103,7 +102,7 @@ def parameters(tool: Function) -> dict[str, Any]:
 
 
 def called_names(messages: Sequence[Message]) -> dict[str, str]:
-    """Tool call id -> the function's name. ApiError for a result of a call that nobody made."""
+    """Tool call id -> function name. ApiError for a tool result without a matching call."""
     names: dict[str, str] = {}
     for n, m in enumerate(messages):
         names |= {c.id: c.function.name for c in m.tool_calls or ()}
@@ -117,7 +116,7 @@ def called_names(messages: Sequence[Message]) -> dict[str, str]:
 
 
 def described(tools: Sequence[Function]) -> list[dict[str, Any]]:
-    """Tools as they are shown to a model."""
+    """Tool descriptions for the prompt."""
     out = []
     for f in tools:
         about = {"name": f.name, "description": f.description, "parameters": parameters(f)}
@@ -127,7 +126,7 @@ def described(tools: Sequence[Function]) -> list[dict[str, Any]]:
 
 @dataclass
 class Calls:
-    """Calls of one answer, as they come: deltas for a stream, and the whole."""
+    """Tool calls of an answer: stream deltas, and the complete calls."""
 
     made: list[dict[str, Any]] = field(default_factory=list)
 
@@ -143,7 +142,7 @@ class Calls:
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments, from a client's message."""
+    """Parse a call's arguments in a client's message. ApiError."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -154,5 +153,5 @@ def arguments_of(text: str, param: str) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """A string of a Lark grammar."""
+    """A Lark string literal."""
     return json.dumps(text)

@@ -1,6 +1,7 @@
-"""Tools in words, for families whose template knows none (Gemma 3, Gemma 3n): the system prompt says what may be called
-and how, a call is an object {"name": ..., "parameters": ...} that is the whole answer, several are a list of them, and
-a result is a turn of the user. That is the form that the family's makers describe for it.
+"""Tool calls as JSON, for families whose template has no tools (Gemma 3, Gemma 3n), as their documentation recommends.
+
+The system prompt describes the tools. A call is an answer {"name": ..., "parameters": ...}, several calls a list of
+such objects. A result is a user message.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
 
 
 def instructions(offer: Offer) -> str:
-    """What the system prompt says of the tools."""
+    """The tool description in the system prompt."""
     lines = [
         "You can call functions. To call one, write nothing but",
         '{"name": function name, "parameters": {argument name: value}}',
@@ -59,7 +60,7 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
 
 
 def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Calls as the model writes them."""
+    """Calls as text in the model's format."""
     objects = [
         f'{{"name": {json.dumps(name)}, "parameters": {json.dumps(found, ensure_ascii=False)}}}'
         for name, found in calls
@@ -68,9 +69,9 @@ def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
-    """The first piece of every alternative reaches as far as alternatives may be alike: a lexer goes on with the
-    longest, and does not come back. With a schema, calls are JSON too, written without freedom, so that the reader
-    knows them."""
+    """The grammar of an answer. The first terminal of each alternative covers the common prefix of alternatives, since
+    the lexer takes the longest match without backtracking. With a schema, calls are JSON with fixed whitespace, so that
+    the reader recognises them."""
     schema, strict = answer
     if schema is not None and not offer.required:
         return f"start: {json_rule(_union(offer, schema), exact=True, strict=strict and all(t.strict for t in offer.tools))}"
@@ -94,7 +95,7 @@ def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
 
 
 def _union(offer: Offer, schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call, a list of calls, or an answer of `schema`."""
+    """The union schema of a call, a list of calls, and an answer of `schema`."""
     parts = {"answer": schema, **{f"tool_{i}": offer.arguments(t)[0] for i, t in enumerate(offer.tools)}}
     one = [
         {
@@ -111,7 +112,7 @@ def _union(offer: Offer, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that becomes a part of another: references to its own root lead to its new place."""
+    """Rebase a schema's references to its root onto its new path in another schema."""
     if isinstance(schema, list):
         return [_moved(s, place) for s in schema]
     if not isinstance(schema, dict):
@@ -127,7 +128,7 @@ def _opening(name: str) -> str:
 
 
 class JsonReader:
-    """Reads an answer that follows `lark`."""
+    """Streaming parser of answers of the grammar `lark`."""
 
     def __init__(self, offer: Offer) -> None:
         self._names = {t.name for t in offer.tools}
@@ -160,7 +161,7 @@ class JsonReader:
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
-        """A header that was cut before its arguments calls nothing, and is no text either."""
+        """Discard a call that was truncated before its arguments."""
         return self._as_text() if self._mode == "undecided" and self._held else []
 
     def _as_text(self) -> list[dict[str, Any]]:
@@ -168,7 +169,7 @@ class JsonReader:
         return [{"content": text}]
 
     def _step(self, deltas: list[dict[str, Any]]) -> bool:
-        """Read a header, or what has come of its arguments. False: more text is needed."""
+        """Parse a header or available arguments. False: more text is needed."""
         if self._mode == "header":
             found = _HEADER.match(self._held)
             if found is None or found[1] not in self._names:
@@ -187,7 +188,7 @@ class JsonReader:
         return bool(self._held)
 
     def _arguments(self) -> tuple[int, bool]:
-        """Characters that belong to the object of arguments, and whether it is closed."""
+        """(characters of the arguments object in the buffer, whether it is closed)."""
         if self._mode == "close":
             return 0, False
         for n, c in enumerate(self._held):

@@ -1,10 +1,10 @@
-"""Tools by marks, for families whose template writes tools itself (Gemma 4): a call is
+"""Tool calls with special tokens, for families whose template has tools (Gemma 4). A call is
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-with bare keys, strings (and keys that are no plain words) between two <|"|>, and numbers, true, false, null, lists and
-objects as in JSON. A mark is known by its token's id alone: text that spells one is text. Calls may follow text. The
-reader writes the arguments as JSON.
+with bare keys. Strings, and keys that are not plain words, are between two <|"|>; numbers, true, false, null, lists and
+objects are as in JSON. Marks are recognised by token id only, never by their text. Calls may follow text. The reader
+converts arguments to JSON.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
 
 
 class _Rules:
-    """Rules of one grammar: a schema's values in the family's form. What a schema says beyond types, properties,
-    required, items, enum, const and alternatives does not bind here."""
+    """Grammar rules of a schema's values in the family's format. Supports types, properties, required, items, enum,
+    const and alternatives; ignores other keywords."""
 
     def __init__(self, marks: Mapping[str, int]) -> None:
         self.lines = [
@@ -108,7 +108,7 @@ class _Rules:
         return "any"
 
     def _object(self, schema: dict[str, Any]) -> str:
-        """Properties in their order, those that are not required may be left out."""
+        """Properties in declared order; optional ones may be missing."""
         members = list(schema["properties"].items())
         required = set(schema.get("required") or ())
         first = rest = self._add('""')
@@ -127,7 +127,7 @@ class _Rules:
         return self._known[ref]
 
     def _written(self, value: Any) -> str:
-        """One value as a sequence of literals."""
+        """A value as a sequence of literals."""
         if isinstance(value, str):
             return f"quote {literal(value)} quote" if value else "quote quote"
         if isinstance(value, list):
@@ -139,7 +139,7 @@ class _Rules:
 
 
 def _key(key: str) -> str:
-    """A property's name and what follows it, as a sequence of literals."""
+    """A property's name and colon, as a sequence of literals."""
     return (
         literal(key + ":")
         if _PLAIN_KEY.fullmatch(key)
@@ -150,7 +150,7 @@ def _key(key: str) -> str:
 
 
 def lark_with(marks: Mapping[str, int]) -> Any:
-    """The grammar's maker for a tokenizer that has the marks at these ids."""
+    """The `lark` function for a tokenizer with the marks at these ids."""
 
     def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
         rules = _Rules(marks)
@@ -175,18 +175,18 @@ def lark_with(marks: Mapping[str, int]) -> Any:
 
 
 class _Marks:
-    """Finds marks in an answer by their ids, and cuts their text out where they print one. A text comes later than its
-    tokens where a character or a stop string is unfinished, so places are counted in characters."""
+    """Finds marks in an answer by token id and removes their text, if any. Text may lag behind its tokens (incomplete
+    characters, stop strings), so positions count characters."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
         self._names = {i: m for m, i in marks.items()}
         self._decoder = StreamDecoder(tokenizer)
-        self._printed = self._read = 0  # characters of the tokens so far, and of the text that was read
-        self._text = ""  # what came after that
+        self._printed = self._read = 0  # characters of all tokens, and of consumed text
+        self._text = ""  # received but not consumed
         self._found: deque[tuple[int, int, str]] = deque()  # (begin, end, mark)
 
     def push(self, text: str, ids: Sequence[int]) -> list[tuple[str, str]]:
-        """("", text) and (mark, "") in their order."""
+        """("", text) and (mark, "") in order."""
         for token in ids:
             begin = self._printed
             self._printed += len(self._decoder.push(token))
@@ -202,23 +202,23 @@ class _Marks:
         return [*out, ("", self._take(min(whole, self._found[0][0]) if self._found else whole))]
 
     def _take(self, until: int) -> str:
-        """Text that has come, up to a place."""
+        """Consume received text up to a position."""
         n = until - self._read
         text, self._text, self._read = self._text[:n], self._text[n:], until
         return text
 
 
 class MarkedReader:
-    """Reads an answer that follows the grammar."""
+    """Streaming parser of answers of the grammar."""
 
     def __init__(self, offer: Offer, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
         self._marks, self._names = _Marks(tokenizer, marks), {t.name for t in offer.tools}
         self._calls = Calls()
-        self._mode = "text"  # head: before the arguments; arguments; tail: after them; nothing: of a call that is none
+        self._mode = "text"  # head: before the arguments; arguments; tail: after them; nothing: in an invalid call
         self._head = ""
         self._stack: list[str] = []  # open objects and lists of the arguments
         self._quoted = self._key = False  # within a string; within a key without quotes
-        self._was = ""  # the character before, but for blanks
+        self._was = ""  # the previous non-blank character
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -264,7 +264,7 @@ class MarkedReader:
                 deltas.append(self._calls.more(written))
 
     def _json(self, c: str) -> str:
-        """A character outside strings, as JSON has it: keys get quotes. Nothing for what follows the arguments."""
+        """Convert a character outside strings to JSON: quotes keys. Empty after the end of the arguments."""
         if self._mode != "arguments":
             return ""
         if c in " \n":
@@ -286,7 +286,7 @@ class MarkedReader:
 
 
 def marked(tokenizer: Tokenizer) -> Format | None:
-    """The format for a tokenizer that has the marks; None for others."""
+    """The format for a tokenizer with the marks; None for other tokenizers."""
     marks = marks_of(tokenizer)
     if len(marks) < len(MARKS):
         return None

@@ -1,8 +1,8 @@
-"""Requests of the OpenAI-compatible endpoints, as models: what each field may hold.
+"""Pydantic models of requests of the OpenAI-compatible endpoints.
 
-Fields that ask for nothing here are taken and ignored, whatever their name; any other unknown name is refused, as the
-reference does. Lists stop at their first wrong item, and a choice between kinds looks at the value's kind alone, so
-that the time and the message of a refusal do not grow with the body.
+Unknown fields with a neutral value (null, false, empty) are ignored; other unknown fields are refused, as by OpenAI.
+Lists stop at the first invalid item and unions are discriminated by type, so that the time and the message of a refusal
+do not grow with the body.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class FirstError(FailFast):
-    """A list ends at its first wrong item. Hashable, which a choice between types asks of what it is made of."""
+    """Stop validating a list at its first invalid item. Hashable, as unions require."""
 
     __hash__ = object.__hash__
 
 
 def wrong(param: str, message: str) -> NoReturn:
-    """Refuse a request by a rule over several fields: the first named is `param`, of the model whose rule it is."""
+    """Raise a validation error of a rule over several fields; `param` is the field to report."""
     raise PydanticCustomError("rule", "{message}", {"message": message, "param": param})
 
 
 def kind_of(value: Any) -> str | None:
-    """The tag of a choice between kinds of JSON values; errors.py leaves tags out of places."""
+    """Discriminator of unions by JSON type; errors.py removes these tags from paths."""
     if isinstance(value, BaseModel):
         return "<object>"
     kinds: dict[type, str] = {str: "<string>", list: "<array>", dict: "<object>"}
@@ -61,7 +61,7 @@ def asks_for_nothing(value: Any) -> bool:
 
 
 class Wire(BaseModel):
-    """Strict: a number is no text, and an unknown name is refused unless its value asks for nothing."""
+    """Base model: strict types; refuses unknown fields unless their value is neutral."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -80,7 +80,7 @@ _known: dict[type[BaseModel], frozenset[str]] = {}
 
 
 def _names(model: type[BaseModel]) -> frozenset[str]:
-    """The names of a model's fields in JSON."""
+    """JSON names of a model's fields."""
     if model not in _known:
         _known[model] = frozenset(f.alias or name for name, f in model.model_fields.items())
     return _known[model]
@@ -122,7 +122,7 @@ class Function(Wire):
 
 
 class Tool(Wire):
-    """`other`: a type that is not offered; such tools are left out beside functions."""
+    """A tool. `other`: an unsupported type; such tools are ignored if there are functions."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
     function: Function | None = None
@@ -141,7 +141,7 @@ class Tool(Wire):
 
 
 def other_type(tool: Any) -> Any:
-    """A tool as it is where it is a function; of other types nothing but the type is looked at."""
+    """A function tool unchanged; of other tools only the type."""
     if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
         return {"type": tool["type"]}
     return tool
@@ -180,14 +180,14 @@ class ToolCall(Wire):
 
 
 def text_part(value: Any) -> Any:
-    """ValueError for parts of a message that hold no text."""
+    """Validate that a message part is text."""
     if isinstance(value, str) and value not in ("text", "input_text", "output_text", "refusal"):
         raise PydanticCustomError("part", "this model reads text, not a part of type {type}", {"type": value[:40]})
     return value
 
 
 class Part(Wire):
-    """Of a message; this model reads text."""
+    """A text part of a message."""
 
     type: Annotated[str, Field(max_length=64)]
     text: Text | None = None
@@ -207,7 +207,7 @@ Content = Annotated[
 
 
 def text_of(content: str | list[Part] | None) -> str:
-    """All text of a content."""
+    """The text of a message's content."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(p.text or p.refusal or "" for p in content)
@@ -221,7 +221,7 @@ class Message(Wire):
     tool_calls: Annotated[list[ToolCall], FirstError(), Field(max_length=MESSAGES)] | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = None
-    # Taken and ignored: what servers say beside an answer, which clients send back.
+    # Accepted and ignored: response fields that clients send back.
     reasoning_content: str | None = None
     reasoning: Any = None
     reasoning_details: Any = None
@@ -243,7 +243,7 @@ class Message(Wire):
         return self
 
     def text(self) -> str:
-        """All of its text."""
+        """The message's text."""
         return text_of(self.content)
 
 
@@ -261,13 +261,13 @@ Stop = Annotated[
 
 
 class SamplingFields(Wire):
-    """Options of hybrid.engine.request.Options by the same names, of every endpoint that generates. Left out,
-    temperature, top_p and top_k are those that the checkpoint recommends, else the reference's."""
+    """Options of hybrid.engine.request.Options with the same names, for all generating endpoints. Defaults of
+    temperature, top_p and top_k are the checkpoint's recommended values, else OpenAI's."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None
-    """0: the most likely token, as with temperature 0."""
+    """0: greedy, as with temperature 0."""
     top_k: Annotated[int, Field(ge=-1, le=I32)] | None = None
     """0 and -1: off."""
     min_p: Probability | None = None
@@ -279,7 +279,7 @@ class SamplingFields(Wire):
 
 
 class Sampled(SamplingFields):
-    """What completions and chat share."""
+    """Fields that completions and chat share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -289,11 +289,11 @@ class Sampled(SamplingFields):
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=0, le=I32)] | None = None
     user: str | None = None
-    # Taken and ignored: they ask for nothing that changes the text.
+    # Accepted and ignored: no effect on the text.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     store: bool | None = None
-    """Nothing is stored."""
+    """Ignored: nothing is stored."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -315,7 +315,7 @@ class ChatRequest(Sampled):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    # Taken and ignored where they hold what the reference knows.
+    # Validated as in OpenAI's API, and ignored.
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     function_call: Literal["none"] | None = None
@@ -335,7 +335,7 @@ class ChatRequest(Sampled):
 
 
 def check_tools(names: list[str | None], types: list[str]) -> None:
-    """Refuse two functions of one name, and tools none of which is a function."""
+    """Refuse duplicate function names, and tools without any function."""
     known = [n for n in names if n is not None]
     if len(set(known)) != len(known):
         wrong("tools", "two tools have the same name")
@@ -344,7 +344,7 @@ def check_tools(names: list[str | None], types: list[str]) -> None:
 
 
 def check_choice(choice: str | None, tools: list[Tool] | None) -> None:
-    """Refuse a tool_choice that cannot be followed: `choice` is a word or a function's name."""
+    """Refuse an impossible tool_choice. choice: a keyword or a function's name."""
     names = [t.function.name for t in tools or () if t.function]
     if choice in (None, "none", "auto"):
         return
@@ -392,7 +392,7 @@ class CompletionRequest(Sampled):
 
 
 class TokenizeRequest(Wire):
-    """Text, or the conversation as the chat template writes it."""
+    """A text, or a conversation for the chat template."""
 
     model: str | None = None
     prompt: Text | None = None

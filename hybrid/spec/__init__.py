@@ -1,7 +1,6 @@
-"""Declarations as data: operation specs, tensors, plans and the device protocol.
+"""Declarations as data: operation specs, schedules, model and device sheets.
 
-The spec models need pydantic; they are imported when first used, so that a backend that only wants `dtypes` or `plan`
-starts without it.
+The models need pydantic. They are imported lazily, so that a backend can import other modules without pydantic.
 """
 
 from __future__ import annotations

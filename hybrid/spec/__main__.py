@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m hybrid.spec", description=about, epilog=EXIT)
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    c = sub.add_parser("check", help="read specs and report what is wrong, a line for each file", epilog=EXIT)
+    c = sub.add_parser("check", help="validate specs; one line for each invalid file", epilog=EXIT)
     c.add_argument(
         "files",
         nargs="*",
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     c = sub.add_parser("list", help="one line for each operation")
     c.add_argument("--json", action="store_true", help="print a list of objects instead")
 
-    c = sub.add_parser("show", help="everything that one spec says, with the cost of each workload")
+    c = sub.add_parser("show", help="one spec in full, with the cost of each workload")
     c.add_argument("op", metavar="OP", help="an operation's name, or the path of a TOML file")
     c.add_argument("--json", action="store_true", help="print the spec as JSON instead")
 
@@ -54,10 +54,10 @@ def main(argv: list[str] | None = None) -> int:
     except SpecError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) has exited
         sys.stderr.close()
         return 0
-    except OSError as e:  # standard output on a full disk, say
+    except OSError as e:  # for example standard output on a full disk
         print(f"error: {e.filename or 'standard output'}: {e.strerror}", file=sys.stderr)
         return 1
 
@@ -70,7 +70,7 @@ def _check(args: argparse.Namespace) -> int:
     if not names:
         raise SpecError(f"{SPECS_DIR / 'ops'}: holds no operation specs (*.toml)")
     errors: dict[str, str | None] = {}
-    fitting: list[int] = []  # workloads of each sound operation
+    fitting: list[int] = []  # workloads of each valid operation
     schedules: list[str] = []
     for name in names:
         try:
@@ -101,7 +101,7 @@ def _is_schedule(name: str | Path) -> bool:
 
 
 def _described(path: Path) -> str:
-    """`gemma3`, `gemma3-hybrid (extends gemma3)`; SpecError for a schedule that is wrong."""
+    """`gemma3`, `gemma3-hybrid (extends gemma3)`. SpecError for an invalid schedule."""
     name, bases = load_schedule(path).schedule.name, extended(path)
     return f"{name} (extends {', '.join(bases)})" if bases else name
 

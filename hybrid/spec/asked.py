@@ -1,4 +1,4 @@
-"""Answers that follow from a declaration alone, kept with it."""
+"""Memoisation of results that depend only on a declaration."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ T = TypeVar("T")
 
 
 class Asked(Model):
-    """A declaration as it was read, which plans ask the same questions for every layer and number of rows."""
+    """A declaration with a cache of derived results, which planning needs for every layer and row bucket."""
 
     def once(self, question: tuple[Hashable, ...], answer: Callable[[], T]) -> T:
-        """answer(), or what it was when the same was asked before, which nobody may change. What it raises is not
-        kept."""
+        """The cached result for `question`, else answer(). Callers must not modify it. Exceptions are not cached."""
         found = self._answers.get(question)
         if found is None:
             if len(self._answers) >= ANSWERS:

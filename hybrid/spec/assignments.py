@@ -1,4 +1,4 @@
-"""Which dtypes the tensors of an operation may have together."""
+"""Valid dtype combinations of an operation's tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def assignments(spec: OpSpec, backend: str | None) -> tuple[Mapping[str, str], ...]:
-    """Every assignment of dtypes to all tensors that the rules allow, in the declaration's order; of a backend, those
-    that it supports."""
+    """Every assignment of dtypes to all tensors that the rules allow, in declaration order; with a backend, those that
+    it supports."""
     return tuple(possible(spec, backend))
 
 
 def possible(spec: OpSpec, backend: str | None) -> Iterator[Mapping[str, str]]:
-    """`assignments`, one after another."""
+    """`assignments` as an iterator."""
     free = [n for n, t in spec.tensors.items() if t.same is None]
     narrow = spec.taken(backend) if backend is not None else {}
     lists = [[d for d in spec.tensors[n].dtype if d in narrow.get(n, (d,))] for n in free]
@@ -26,7 +26,7 @@ def possible(spec: OpSpec, backend: str | None) -> Iterator[Mapping[str, str]]:
     for values in itertools.product(*lists):
         chosen = dict(zip(free, values, strict=True))
         full = {n: chosen[source] for n, source in sources.items()}
-        # Every type is one of its tensor's; where one follows another, the backend may still leave it out.
+        # Each dtype is valid for its tensor; a `same:` dtype may still be unsupported by the backend.
         if all(d in narrow.get(n, (d,)) for n, d in full.items()) and all(
             rule.allows(full) for rule in spec.dtype_rules
         ):

@@ -1,4 +1,4 @@
-"""Roles of axes, from specs/axes.toml: how large an axis is in a workload and in conformance cases."""
+"""Roles of axes (specs/axes.toml): the sizes of an axis in workloads and conformance cases."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class Role(Model):
     max: Positive
     min: int = Field(1, ge=0)
     multiple_of: Positive = 1
-    """Of axes that say nothing else."""
+    """Default of the axes' multiple_of."""
     size: Expr | None = None
-    """Of a workload: over the model's hyper-parameters and the pass's sizes. None: each workload says."""
+    """Size in workloads: an expression over the model's hyper-parameters and the pass's sizes. None: each workload
+    gives it."""
     edge: Positive
     """Size in edge cases."""
     most: Positive
-    """Units of the axis's multiple_of in drawn cases."""
+    """Largest size in random cases, in units of multiple_of."""
     prime: Positive | None = None
     split: Positive | None = None
-    """Size at which weights are cut into ranges."""
+    """Size at which weights are split into ranges."""
 
 
 class Roles(Model):

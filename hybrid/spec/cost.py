@@ -1,4 +1,4 @@
-"""What steps and plans cost by the declarations of their operations: arithmetic, and bytes moved."""
+"""Cost of steps and plans from their operations' declarations: arithmetic and memory traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid.spec.op import load_op
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one step, or a sum: operations, and bytes that must move to and from memory."""
+    """Arithmetic operations, and bytes to and from memory, of a step or a sum of steps."""
 
     flops: int = 0
     nbytes: int = 0
@@ -26,9 +26,8 @@ class Cost:
 
 
 def step_cost(plan: Plan, step: Step, context: int | None = None, sizes: Mapping[str, int] | None = None) -> Cost:
-    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers). sizes:
-    other numbers of the plan's rows (`tokens`), of its rows whose logits are wanted (`outs`) and of sequences
-    (`slots`)."""
+    """Cost of a step with a longest sequence of `context` positions (default: the block table's). sizes: override the
+    plan's rows (`tokens`), output rows (`outs`) and sequences (`slots`)."""
     bind = dict(step.bind)
     for axis, n in _resized(plan, step, sizes or {}):
         bind[axis] = n
@@ -37,7 +36,7 @@ def step_cost(plan: Plan, step: Step, context: int | None = None, sizes: Mapping
     decls = {key: plan.tensors[name] for key, name in step.args.items()}
     dtypes = {key: d.dtype for key, d in decls.items()}
     cost = _declared(step.op, tuple(bind.items()), tuple(dtypes.items()), tuple(step.attrs.items()))
-    for d in decls.values():  # counted as if all of its rows were of the widest type
+    for d in decls.values():  # counts mixed rows as of the widest type
         cost += Cost(0, d.data_bytes - DTYPES[d.dtype].nbytes(d.shape)) if d.row_types else Cost()
     return cost
 
@@ -49,14 +48,14 @@ def _declared(
     dtypes: tuple[tuple[str, str], ...],
     attrs: tuple[tuple[str, float | int | str], ...],
 ) -> Cost:
-    """By the operation's formulas, which take a millisecond: a plan's layers ask for the same few."""
+    """Evaluate the operation's cost formulas. Cached: layers of a plan repeat."""
     declared = load_op(op)
     return Cost(declared.flops(dict(bind), dict(attrs)), declared.nbytes(dict(bind), dict(dtypes), dict(attrs)))
 
 
 def _resized(plan: Plan, step: Step, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Axes of a step that have other sizes; those of a pass's rows by their size, since heads count wanted rows as
-    tokens too."""
+    """Axes of a step that `sizes` overrides. Row axes are recognised by size, since the output head's token axis is
+    output rows."""
     for axis, spec in load_op(step.op).axes.items() if sizes else ():
         role = spec.role
         if role == "tokens" and step.bind.get(axis) != plan.rows:
@@ -66,5 +65,5 @@ def _resized(plan: Plan, step: Step, sizes: Mapping[str, int]) -> Iterator[tuple
 
 
 def plan_cost(plan: Plan, context: int | None = None, sizes: Mapping[str, int] | None = None) -> Cost:
-    """The sum over its steps; arguments as of `step_cost`."""
+    """The sum over a plan's steps; arguments as of `step_cost`."""
     return sum((step_cost(plan, s, context, sizes) for s in plan.steps), Cost())

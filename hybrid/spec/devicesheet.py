@@ -1,4 +1,4 @@
-"""Device sheets: what a device's makers or our own runs say it can do at most, each figure with its source."""
+"""Device sheets: specified or measured performance limits of devices, each figure with its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHEETS = SPECS / "devices"
 
 
 class Figure(Model):
-    """A number and where it comes from."""
+    """A number and its source."""
 
     value: float = Field(gt=0)
     provenance: Literal["measured", "published", "modelled"]
@@ -28,12 +28,12 @@ class Figure(Model):
 class DeviceHead(Model):
     name: str
     kind: Literal["discrete", "integrated", "cpu", "npu", "apu"]
-    """apu: no device of its own, but what several devices of one chip share."""
+    """apu: resources that several devices of one chip share."""
     match: str
-    """Regular expression, searched in the device's name as it reports it."""
+    """Regular expression, searched in the driver's device name."""
     summary: str = ""
     shares: str | None = None
-    """The sheet of the memory that this device shares with others."""
+    """The sheet of the memory that this device shares with other devices."""
 
     @field_validator("match")
     @classmethod
@@ -46,45 +46,45 @@ class DeviceHead(Model):
 
 
 class Peak(Model):
-    """Most that the device can do; a measured speed beyond it is a mistake in the measurement."""
+    """Peak rates; a measured rate above the peak is a measurement error."""
 
     bandwidth_gb_s: Figure | None = None
-    """Bytes per second between memory and the device, in 1e9."""
+    """Memory bandwidth in 1e9 bytes per second."""
     f32_tflops: Figure | None = None
     f16_tflops: Figure | None = None
-    """Of matrix instructions, where the device has them."""
+    """Rate of f16 matrix instructions; None without them."""
     int8_tops: Figure | None = None
-    """Of matrix instructions, where the device has them."""
+    """Rate of int8 matrix instructions; None without them."""
     dot4_tops: Figure | None = None
-    """Of packed 4x8 dot products in ordinary vector instructions."""
+    """Rate of packed 4x8 dot products in vector instructions."""
 
 
 class Reached(Peak):
-    """What well-written programs have got out of the device; figures that are not given fall back on the peak."""
+    """Rates that well-optimised programs have reached; missing figures default to the peak."""
 
 
 class Costs(Model):
-    """What work costs beside its bytes and arithmetic, in microseconds."""
+    """Fixed overheads in microseconds."""
 
     submit_us: Figure | None = None
-    """An empty submit and the wait for it."""
+    """An empty submit and its wait."""
     dependent_dispatch_us: Figure | None = None
-    """A small dispatch that waits for the one before it."""
+    """A small dispatch that depends on the previous one."""
     independent_dispatch_us: Figure | None = None
     drain_us: Figure | None = None
-    """Lost between two dependent dispatches that each fill the device: the tail of one, the ramp of the next."""
+    """Drain and ramp between two dependent dispatches that each fill the device."""
 
 
 class Limits(Model):
-    """What planning must respect; the driver's own answers win when the device is there."""
+    """Limits for planning; a present device's driver takes precedence."""
 
     subgroup: int | None = None
     max_storage_range: int | None = None
     shared_bytes: int | None = None
     memory_bytes: int | None = None
-    """What models may take of the device's memory."""
+    """Device memory available to models."""
     capabilities: tuple[Capability, ...] = ()
-    """What the device's driver offers that changes what is planned."""
+    """Driver features that affect planning."""
 
 
 class DeviceSheet(Model):
@@ -97,12 +97,12 @@ class DeviceSheet(Model):
     costs: Costs = Costs()
     limits: Limits = Limits()
     npu: Npu | None = None
-    """Tiles, descriptors and rates; where the device is an NPU."""
+    """Tiles, descriptors and rates of an NPU."""
 
 
 @lru_cache(maxsize=1)
 def load_sheets() -> dict[str, DeviceSheet]:
-    """All sheets by file name. Raises SpecError for one that is wrong."""
+    """All sheets by file name. Raises SpecError for an invalid one."""
     sheets = {p.stem: load_toml(p, DeviceSheet) for p in sorted(SHEETS.glob("*.toml"))}
     for name, sheet in sheets.items():
         if sheet.device.shares is not None and sheet.device.shares not in sheets:
@@ -112,7 +112,7 @@ def load_sheets() -> dict[str, DeviceSheet]:
 
 
 def find_sheet(name: str) -> DeviceSheet:
-    """A sheet by the name of its file. SpecError with the nearest name where there is none."""
+    """A sheet by the name of its file. SpecError with the nearest name if there is none."""
     known = load_sheets()
     if name not in known:
         raise SpecError(f"no device sheet is called {name!r}{nearest(name, known)}")
@@ -120,6 +120,6 @@ def find_sheet(name: str) -> DeviceSheet:
 
 
 def sheet_for(device_name: str) -> DeviceSheet | None:
-    """The sheet whose pattern occurs in a device's name, such as `vulkan:0 (NVIDIA H200)`; None: not known."""
+    """The sheet that matches a device's name, such as `vulkan:0 (NVIDIA H200)`; None: unknown."""
     sheets = (s for s in load_sheets().values() if s.device.kind != "apu")
     return next((s for s in sheets if re.search(s.device.match, device_name)), None)

@@ -1,4 +1,4 @@
-"""The reference of operations and the support matrix, as Markdown made from the operation specs."""
+"""Generate the operation reference and the support matrix as Markdown from the operation specs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hybrid.spec.op import OpSpec
 
 
 def reference(ops: Mapping[str, OpSpec]) -> str:
-    """Every operation in full."""
+    """The reference of all operations."""
     parts = [
         "# Operations\n",
-        "Rows are flat: row r of a batch has a sequence slot and a position. An operation's token axis (T, or O for "
-        "output rows) is bounded by a live count that the device reads when it runs; rows beyond it may hold anything. "
-        "State is device memory that outlives a pass. Which backend runs what: [support matrix](support.md).\n",
+        "Rows are flat: each row of a batch has a sequence slot and a position. A live count, which the device reads at "
+        "run time, bounds an operation's token axis (T, or O for output rows); rows beyond it are undefined. State is "
+        "persistent device memory. Backend support: [support matrix](support.md).\n",
         _table("operation, what it computes", [(f"[{n}](#{n})", _cell(o.op.summary)) for n, o in ops.items()]),
     ]
     parts += [_operation(o) for o in ops.values()]
@@ -35,7 +35,7 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
         "u is 2^-24 for f32 and 2^-11 for f16; u_acc that of the accumulation type. `codes` judges int8 activations: "
         "the same bound before quantisation plus half a code step, one code off allowed within `tie` of a "
         "half-integer, the stored sum exact. `choice`: the oracle's index, or one whose score is within `tie` of the "
-        "best. A dtype without a line is judged as f32 is, integers exactly.\n",
+        "best. A dtype without a line has f32's tolerance; integers are exact.\n",
         *(
             _table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
             for what, known in (("scale", SCALES), ("edge value", EDGE_VALUES), ("device feature", FEATURES))
@@ -95,9 +95,7 @@ def _numerics(o: OpSpec) -> str:
         f"Numerics: accumulation {n.accumulate}; integer part {n.integer_part.replace('_', ' ')}; determinism "
         f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n"
     )
-    line += "".join(
-        f"Beside {x} activations the numbers of weights are rounded to {w}.\n" for x, w in n.operands.items()
-    )
+    line += "".join(f"With {x} activations weights are rounded to {w}.\n" for x, w in n.operands.items())
     if n.matrices:
         types = " and ".join(f"{t} is {'/'.join(d)}" for t, d in n.matrices.dtypes.items())
         line += f"Where {types} and `{n.matrices.when}`, matrix units may round operands to f16.\n"
@@ -131,15 +129,15 @@ def _tolerance(t: Tolerance) -> str:
 
 
 def support(ops: Mapping[str, OpSpec]) -> str:
-    """docs/support.md: one line for each operation, with the dtypes that a backend lacks."""
+    """docs/support.md: one line for each operation, with the dtypes that a backend does not support."""
     whole = [b for b in BACKENDS if all(_support(o, b) == "yes" for o in ops.values())]
     shown = [b for b in BACKENDS if b not in whole]
     lines = [
         "# Support matrix\n",
         "Made from `specs/ops` by `make docs`; `make check` compares it. *yes*: every case of the operation runs in "
-        "`conformance/ops`. *no*: not there, for the reason below. *not ...*: the dtypes that this backend does not take. "
+        "`conformance/ops`. *no*: unsupported, for the reason below. *not ...*: the dtypes that this backend does not support. "
         "Vulkan re-encodes those when it loads a file ([storage types](quantisation.md)). `python -m hybrid.spec docs` "
-        "prints what each kernel asks of a device.\n",
+        "prints the device features that each kernel needs.\n",
     ]
     if whole:
         lines.append(f"Every operation runs in every declared dtype on: {', '.join(f'`{b}`' for b in whole)}.\n")
@@ -161,15 +159,15 @@ def _support(o: OpSpec, backend: BackendName) -> str:
 
 
 def _refusals(ops: Mapping[str, OpSpec]) -> str:
-    told: dict[tuple[str, str], list[str]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for o in ops.values():
         for backend, reason in o.not_on.items():
-            told.setdefault((backend, reason), []).append(f"`{o.name}`")
-    return "".join(f"- not on {n}: {', '.join(names)}: {_cell(reason)}.\n" for (n, reason), names in told.items())
+            by_reason.setdefault((backend, reason), []).append(f"`{o.name}`")
+    return "".join(f"- not on {n}: {', '.join(names)}: {_cell(reason)}.\n" for (n, reason), names in by_reason.items())
 
 
 def _requirements(o: OpSpec) -> str:
-    """What the backends ask of a device."""
+    """Device features and limits by backend."""
     rows = [
         (name, ", ".join(b.requires) or "-", _needs(o, name), ", ".join(b.uses) or "-", _limits(b))
         for name, b in o.backends.items()
@@ -199,7 +197,7 @@ def quantity(n: float) -> str:
 
 
 def _cell(text: str) -> str:
-    # * and _ are formulas' here, | would end the cell
+    # escape * and _ of formulas, and |, which would end the cell
     return "".join(f"\\{c}" if c in "|*_" else c for c in text)
 
 
@@ -210,7 +208,7 @@ def _table(head: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def plain(o: OpSpec) -> str:
-    """The reference of one operation for a terminal: the same tables, aligned."""
+    """The reference of one operation for a terminal, with aligned tables."""
     out: list[str] = []
     block: list[list[str]] = []
     for line in [*_operation(o).replace("\\", "").splitlines(), ""]:

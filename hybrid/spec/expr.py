@@ -1,13 +1,13 @@
-"""The expression language of the specs: arithmetic over named integers, read by a whitelist walker, never evaluated
-as Python.
+"""The expression language of specs: arithmetic over named integers. It is parsed against a whitelist, never run by
+Python's eval.
 
     (HQ + 2*HK)*D              shapes
     HQ % HK == 0 and D >= 16   constraints
     2*T*N*K + bytes(w)*N*K     costs; bytes(NAME) is the bytes per element of tensor NAME
 
-Numbers are ints and floats; `layer.NAME` is a name like any, of a schedule's layer; + - * / // % and ** (a literal
-exponent of at most 8); comparisons, `and`, `or`; min, max, ceil_div, sqrt, log2, select(condition, a, b). Text, depth,
-size and results are bounded, so that a spec from a stranger can neither run code nor hang the reader.
+Operands are ints, floats, names and `layer.NAME` of a schedule's layer. Operators are + - * / // % and ** (a literal
+exponent of at most 8), comparisons, `and`, `or`. Functions are min, max, ceil_div, sqrt, log2, select(condition, a, b).
+Length, depth, size and results are bounded, so that an untrusted spec can neither run code nor hang the parser.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 MAX_TEXT, MAX_DEPTH, MAX_NODES, MAX_EXPONENT = 300, 24, 200, 8
-LIMIT = 2**127  # larger results are mistakes, not sizes
+LIMIT = 2**127  # of the magnitude of results
 
 _ALLOWED = re.compile(r"[A-Za-z0-9_+\-*/%().,<>=! ]*")
 _ARITHMETIC: dict[type[ast.AST], tuple[str, Callable[[Any, Any], Any]]] = {
@@ -54,13 +54,13 @@ RESERVED = frozenset({*_FUNCTIONS, "select", "bytes", "and", "or"})
 
 
 class ExprError(ValueError):
-    """An expression that the language refuses, or that has no value for these names. Names the text."""
+    """An invalid expression, or one without a value for the given names. The message has the text."""
 
 
 class Expr:
     """A parsed expression. Immutable; equal when the text is equal.
 
-    names: the names it reads; tensors: those inside bytes(...); truth: it is a condition, not a number.
+    names: its variables; tensors: those inside bytes(...); truth: whether it is a condition rather than a number.
     """
 
     __slots__ = ("_value", "names", "tensors", "text", "truth")
@@ -81,7 +81,7 @@ class Expr:
         raise AttributeError("an Expr cannot be changed")
 
     def eval(self, env: Mapping[str, int | float], bytes: Callable[[str], float] | None = None) -> int | float | bool:
-        """The value with names bound by `env`; `bytes` gives the bytes per element of a tensor.
+        """The value with names bound by `env`; `bytes` returns the bytes per element of a tensor.
 
         Raises ExprError for a missing name, a division by zero, a root or logarithm out of its domain, or a result
         beyond 2**127.
@@ -109,7 +109,7 @@ class Expr:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema  # only pydantic calls this
+        from pydantic_core import core_schema  # lazy: only pydantic calls this
 
         return core_schema.no_info_plain_validator_function(
             cls._validate, serialization=core_schema.to_string_ser_schema()
@@ -156,7 +156,7 @@ def _parse(text: str) -> tuple[_Value, frozenset[str], frozenset[str], bool]:
 
 
 def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> bool:
-    """Walk one node of the whitelist; True for a condition, False for a number. Collects the names."""
+    """Check a node against the whitelist and collect names. True for a condition, False for a number."""
     if depth > MAX_DEPTH:
         raise ExprError(f"nested deeper than {MAX_DEPTH}")
 
@@ -215,7 +215,7 @@ def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> boo
 
 
 def _of_layer(node: ast.expr) -> str | None:
-    """`layer.NAME`, the one dotted name that there is."""
+    """The text of `layer.NAME`, the only dotted name; None for other nodes."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == LAYER:
         return f"{LAYER}.{node.attr}"
     return None
@@ -258,11 +258,11 @@ def _call(
 
 
 _Value = Callable[[Mapping[str, Any], "Callable[[str], float] | None"], Any]
-"""Value of an expression for names and, where it asks for them, bytes of tensors."""
+"""Evaluates an expression, given variables and the `bytes` function."""
 
 
 def _compiled(node: ast.expr) -> _Value:
-    """A node that _kind has accepted, as a function: an expression is read once and evaluated a thousand times."""
+    """Compile a node that _kind has accepted into a closure."""
     if isinstance(node, ast.Constant):
         value = node.value
         return lambda env, bytes: value

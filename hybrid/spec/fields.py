@@ -1,4 +1,4 @@
-"""The tables an operation's TOML is made of. op.py puts them together and checks them against one another."""
+"""Tables of an operation's TOML file; op.py combines and cross-checks them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
 
 SCALES: dict[str, str] = {
-    "abs": "what the operation makes of absolute values (|x| @ |w|.T for a matrix product)",
+    "abs": "the operation's result for absolute values (|x| @ |w|.T for a matrix product)",
     "ref": "the reference value itself",
-    "values": "the result with the absolute values of what is averaged (the sum of p|v| for attention)",
-    "softmax": "attention whose products are all rounded as coarsely as its scores: sum p|v| (8 + |q||k|)",
+    "values": "the result with absolute values of the averaged values (the sum of p|v| for attention)",
+    "softmax": "attention with all products rounded as coarsely as its scores: sum p|v| (8 + |q||k|)",
     "head_max": "the largest |reference| of the element's head",
 }
 EDGE_VALUES: dict[str, str] = {
@@ -51,37 +51,37 @@ EDGE_VALUES: dict[str, str] = {
     "window_edge": "positions window-1, window and window+1",
     "ring": "a block table that uses each block again, as sliding layers do",
     "saturated": "gates of +-30, where tanh is 1 to the last bit",
-    "two_best": "two equal largest logits: the lower id wins",
+    "two_best": "two equal largest logits; the lower id wins",
     "all_equal": "all logits equal",
     "neg_inf": "-infinity in all but a few logits",
-    "nan": "one NaN, of either sign, in every second row (of logits: nothing is chosen there)",
-    "pos_inf": "+infinity in one logit of every second row: nothing is chosen there",
-    "nothing_left": "every logit -infinity: nothing is chosen",
+    "nan": "one NaN, of either sign, in every second row (of logits: no token is sampled)",
+    "pos_inf": "+infinity in one logit of every second row: no token is sampled",
+    "nothing_left": "every logit -infinity: no token is sampled",
     "greedy": "temperature 0",
     "every_filter": "temperature, top-k, top-p and min-p at once",
-    "all_drawn": "no filter: every id may be drawn",
-    "top_k_one": "top-k 1: the same choice as greedy",
-    "min_p_border": "min-p, with logits that a cut off by a thousandth would keep or drop",
+    "all_drawn": "no filter: every id may be sampled",
+    "top_k_one": "top-k 1: equal to greedy",
+    "min_p_border": "min-p, with logits within a thousandth of the threshold",
     "no_message": "an inbox without a message",
-    "other_pass": "messages of the pass before and the one after only",
+    "other_pass": "messages of the previous and the next pass only",
     "host_rows": "every token and position from the host",
-    "going_on": "every row continues its slot",
-    "ahead": "guesses at positions after the next one",
-    "last_set": "the message in the inbox's last place",
-    "outside": "slots, table indices and tables that are not there: nothing is written for them",
-    "guessed": "every token from guesses, of whichever slot",
-    "following": "every row where another model's tokens end, or behind",
-    "no_rows": "a message with table entries alone",
-    "top_p_border": "top-p, with logits that a cut off by a thousandth would keep or drop",
+    "going_on": "every row continues its slot's sequence",
+    "ahead": "draft tokens at positions after the next one",
+    "last_set": "the message in the inbox's last set",
+    "outside": "slots, table indices and tables out of range: their writes are dropped",
+    "guessed": "every token is a draft token, of any slot",
+    "following": "every row at or after the end of the draft model's tokens",
+    "no_rows": "a message with table entries only",
+    "top_p_border": "top-p, with logits within a thousandth of the threshold",
     "neutral": "no penalty and no bias",
-    "every_penalty": "repetition, presence and frequency penalties and as many biases as there is room for",
-    "all_generated": "the same, of a sequence without a prompt",
-    "none_generated": "the same, of a prompt alone",
+    "every_penalty": "repetition, presence and frequency penalties and the largest number of biases",
+    "all_generated": "every_penalty, for a sequence without a prompt",
+    "none_generated": "every_penalty, for a prompt without generated tokens",
     "no_mask": "-1 in every row",
-    "nothing_allowed": "masks without a bit",
-    "one_logprob": "one of the most likely ids is asked for",
-    "every_logprob": "the 20 most likely ids are asked for",
-    "some_logprobs": "the 3 most likely ids in every second slot, none in the others",
+    "nothing_allowed": "masks without a set bit",
+    "one_logprob": "logprobs of the most likely id",
+    "every_logprob": "logprobs of the 20 most likely ids",
+    "some_logprobs": "logprobs of the 3 most likely ids in every second slot only",
 }
 # Vulkan names are those of kernels/vulkan/features.py.
 FEATURES: dict[str, str] = {
@@ -98,8 +98,8 @@ FEATURES: dict[str, str] = {
     "subgroup ballot": "bit masks of a subgroup's lanes",
     "subgroup shuffle": "exchange of values inside a subgroup",
     "cooperativeMatrix": "matrix units (VK_KHR_cooperative_matrix)",
-    "vulkanMemoryModel": "Vulkan's memory model, which cooperative matrices are written to",
-    "vulkanMemoryModelDeviceScope": "its operations of device scope",
+    "vulkanMemoryModel": "the Vulkan memory model, which cooperative matrices require",
+    "vulkanMemoryModelDeviceScope": "device scope in the Vulkan memory model",
 }
 
 
@@ -125,7 +125,7 @@ def _role(value: str) -> str:
 
 
 def _listed(value: object) -> object:
-    """Names of lists of types written out."""
+    """Expand names of type lists."""
     if not isinstance(value, (str, tuple)):
         return value
     names = (value,) if isinstance(value, str) else value
@@ -157,10 +157,10 @@ class Head(Model):
     name: Name
     kind: Literal["op", "region"] = "op"
     members: tuple[str, ...] = ()
-    """Operations that a region is made of, in order; its oracle is their composition."""
+    """Member operations of a region, in order; the region's oracle is their composition."""
     summary: str
     source: str
-    """Where the definition comes from."""
+    """Source of the definition."""
 
 
 class Axis(Model):
@@ -168,9 +168,9 @@ class Axis(Model):
     min: int = Field(ge=0)
     max: int = Field(ge=1)
     multiple_of: int = Field(ge=1)
-    """Where nothing is written: those of the role."""
+    """Default: the role's."""
     reduction: bool = False
-    """Sums run over it."""
+    """Whether it is a reduction axis."""
 
     @model_validator(mode="before")
     @classmethod
@@ -186,7 +186,7 @@ class Axis(Model):
 
 
 class Domain(Model):
-    """What values a tensor holds: the property tests draw them, and a caller must keep to them."""
+    """Value domain of an input: property tests draw from it, and callers must respect it."""
 
     dist: Literal[
         "normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "runs", "zeros"
@@ -196,7 +196,7 @@ class Domain(Model):
     low: Expr | None = None
     """uniform, integers, permutation: the lowest value."""
     high: Expr | None = None
-    """uniform: the highest value; integers, permutation: one more than the highest."""
+    """uniform: the highest value; integers, permutation: the exclusive upper bound."""
 
     def model_post_init(self, context: object) -> None:
         need = {
@@ -212,15 +212,14 @@ class Domain(Model):
 
 
 class Tolerance(Model):
-    """How near to the oracle's float64 result an output must be.
+    """Permitted error of an output relative to the oracle's float64 result.
 
     scaled_bound  |e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale for every element, u = 2^-24 for f32,
                   2^-11 for f16, 2^-8 for bf16; u_acc is that of the backend's accumulate, else numerics'
-    codes         int8 activations (q8_act) and caches (q8_0): the scaled bound of the value before it is quantised,
-    plus half a
-                  code step; a code may be one off where the value is within `tie` codes of a half-integer; the stored
-                  sum is exact
-    choice        a chosen index: equal to the oracle's, or one whose score is within `tie` of the best
+    codes         int8 activations (q8_act) and caches (q8_0): the scaled bound of the value before quantisation plus
+                  half a code step; a code may be off by one if the value is within `tie` codes of a half-integer; the
+                  stored sum is exact
+    choice        a sampled index: equal to the oracle's, or one with a score within `tie` of the best
     exact         equal
     """
 
@@ -229,7 +228,7 @@ class Tolerance(Model):
     reduction: Expr = Expr(1)
     c: float = Field(0.0, ge=0)
     c_out: float = Field(1.0, ge=1)
-    """2 where both sides are rounded to the storage type (state), or where the device may round towards zero."""
+    """2 if both sides are rounded to the storage type (state), or the device may round towards zero."""
     tie: float | None = Field(None, ge=0)
 
     def model_post_init(self, context: object) -> None:
@@ -239,30 +238,30 @@ class Tolerance(Model):
             raise FieldError("tie", f"is missing; metric = {self.metric!r} needs it")
 
     def rounded_to(self, dtype: str) -> Tolerance:
-        """Of the same numbers, as f32 judged by this one, in another type."""
+        """This f32 tolerance for the same values rounded to another type."""
         codes = {"metric": "codes", "c_out": 1.0, "tie": TIE}
         return self.model_copy(update=codes if DTYPES[dtype].quantised and self.metric == "scaled_bound" else {})
 
 
-TIE = 1e-4  # in codes: how near to a half-integer a value may be for its code to be one off
+TIE = 1e-4  # in codes: a value this close to a half-integer may have a code that is off by one
 EXACT = Tolerance.model_validate({"metric": "exact"})
 
 
 class TensorSpec(Model):
     shape: tuple[Expr, ...] = Field(min_length=1)
     dtype: DTypeList
-    """Storage types it may have, or `same:NAME`."""
+    """Permitted storage types, or `same:NAME`."""
     role: Literal["activation", "weight", "index", "table", "cache"] = "activation"
     summary: str = ""
     domain: Domain | None = None
     given: tuple[str, ...] = ()
-    """Verified from the device's own value of these earlier outputs, so that a rounding there is not counted twice."""
+    """Earlier outputs whose device values are the reference's inputs, so that their rounding is not counted twice."""
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
-    """By dtype; goes before the operation's [tolerance] table."""
+    """By dtype; overrides the operation's [tolerance] table."""
 
     @cached_property
     def same(self) -> str | None:
-        """The tensor whose dtype this one shares."""
+        """The tensor that determines this one's dtype."""
         return self.dtype[0][5:] if self.dtype[0].startswith("same:") else None
 
 
@@ -273,56 +272,56 @@ class Attribute(Model):
     min: Expr | None = None
     max: Expr | None = None
     default: Scalar | None = None
-    """Absent: every step must give it."""
+    """None: required in every step."""
     draw: tuple[Expr, ...] = ()
-    """What conformance tries, the usual one first: numbers, or expressions over the axes."""
+    """Values for conformance tests, the usual one first: numbers, or expressions over the axes."""
 
 
 class Constraints(Model):
     exprs: tuple[Expr, ...] = ()
     distinct: tuple[tuple[str, ...], ...] = ()
-    """Groups of index tensors whose rows, read together, are pairwise different."""
+    """Groups of index tensors whose combined rows are pairwise different."""
 
 
 class DTypeRule(Model):
-    """When every tensor of `when` has one of its dtypes, those of `require` must have one of theirs."""
+    """If every tensor of `when` has one of its dtypes, those of `require` must have one of theirs."""
 
     when: dict[str, DTypeList]
     require: dict[str, DTypeList]
 
     def allows(self, dtypes: Mapping[str, str]) -> bool:
-        """Whether an assignment of dtypes to all tensors keeps the rule."""
+        """Whether an assignment of dtypes to all tensors satisfies the rule."""
         applies = all(dtypes[t] in allowed for t, allowed in self.when.items())
         return not applies or all(dtypes[t] in allowed for t, allowed in self.require.items())
 
 
 class MatrixUnits(Model):
-    """Where a device with matrix units (f16_matrices) may round every operand of a product to f16 once: u_f16*scale is
-    then added to the bounds with scale = "abs"."""
+    """Cases in which matrix units (f16_matrices) may round each operand of a product to f16 once. u_f16*scale is then
+    added to the bounds with scale = "abs"."""
 
     dtypes: dict[str, DTypeList]
-    """Tensor -> the types of which it must have one."""
+    """Tensor -> types for which this holds."""
     when: Expr = Expr(1)
     """Condition on the axes."""
 
 
 class Numerics(Model):
     accumulate: Literal["f32", "none"] = "f32"
-    """Type of sums; none: nothing is added up."""
+    """Type of accumulators; none: no sums."""
     integer_part: Literal["none", "bit_exact"] = "none"
     """bit_exact: integer dot products are compared for equality."""
     operands: dict[str, str] = Field(default_factory=dict)
-    """Type of the activations -> type that the numbers of weights beside them are rounded to (nearest even) before they
-    are multiplied; beside other types they are taken as they are."""
+    """Activation type -> type to which weights are rounded (nearest even) before the product. With other activation
+    types weights are not rounded."""
     matrices: MatrixUnits | None = None
     exact: bool = False
-    """Small integers give the same bits in every order of summation, and then equality is demanded."""
+    """Whether tests with small integers require equality, since such sums are exact in every order."""
     determinism: Literal["bitwise", "run_to_run", "none"] = "run_to_run"
-    """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
-    rows of the batch are."""
+    """bitwise: the same bits on every device; run_to_run: the same bits in each run on one device, independent of the
+    batch's other rows."""
     nonfinite: Literal["forbid", "propagate", "report"] = "forbid"
-    """forbid: finite inputs are demanded and outputs are finite; propagate: an output is non-finite exactly where the
-    oracle's is; report: they are valid inputs, and a result says where they were."""
+    """forbid: inputs must be finite and outputs are; propagate: an output is non-finite exactly where the oracle's is;
+    report: valid inputs, reported in a result."""
 
 
 class Cost(Model):
@@ -336,50 +335,50 @@ class Edge(Model):
 
 
 class Workload(Model):
-    """A call at a size that matters, by name: derived from a model and a pass."""
+    """A named call of realistic size, derived from a model and a pass."""
 
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     bind: dict[str, int]
     attrs: dict[str, Scalar] = Field(default_factory=dict)
     dtypes: dict[str, DTypeName] = Field(default_factory=dict)
-    """Tensors not named take the first dtype that fits."""
+    """Other tensors have the first valid dtype."""
     tags: tuple[Tag, ...] = ()
     _origin: str = PrivateAttr("")
 
     @property
     def origin(self) -> str:
-        """The key of the [[workloads]] that it is derived from."""
+        """The key of its [[workloads]] table."""
         return self._origin
 
     def derived_from(self, key: str) -> Workload:
-        """Itself, knowing its origin."""
+        """Set `origin`; returns self."""
         self._origin = key
         return self
 
 
 class Variant(Model):
-    """What differs between the workloads that a model gives for one pass."""
+    """One variant of a model's workloads for a pass."""
 
     bind: dict[str, Expr] = Field(default_factory=dict)
-    """Axis -> expression over the model's hyper-parameters (hybrid.core.hparams) and the pass's sizes. An axis that is
-    not written has the size that goes by its role."""
+    """Axis -> expression over the model's hyper-parameters (hybrid.core.hparams) and the pass's sizes. Other axes have
+    their role's size."""
     attrs: dict[str, Scalar] = Field(default_factory=dict)
-    """Expressions likewise, for attributes that are numbers."""
+    """Attribute -> value; numbers may be expressions as in `bind`."""
     dtypes: dict[str, DTypeName] = Field(default_factory=dict)
     passes: tuple[str, ...] | None = None
-    """Of specs/workloads.toml."""
+    """Names of passes in specs/workloads.toml."""
 
 
 class Workloads(Variant):
-    """Workloads that models give: one for each model, variant and pass, called MODEL.VARIANT.PASS."""
+    """Workloads derived from models: one for each model, variant and pass, named MODEL.VARIANT.PASS."""
 
     models: tuple[str, ...] | None = None
     """Patterns (`gemma3-*`) of names of specs/models and of the demonstration models. None: those whose schedule has
     the operation."""
     variants: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")], Variant] = Field(default_factory=dict)
-    """By the middle part of the id; what they say goes before what the table itself says."""
+    """By the middle part of the id; a variant's fields override the table's."""
     tags: tuple[Tag, ...] = ()
-    """Beside the pass's own, and perf or demo."""
+    """Added to the pass's tags and perf or demo."""
 
 
 Number = int | float
@@ -390,34 +389,33 @@ class Backend(Model):
     """Limits of an operation on one backend; the default is none."""
 
     requires: tuple[Feature, ...] = ()
-    """Device features without which no case runs."""
+    """Required device features."""
     requires_for: Annotated[dict[DTypeName, tuple[Feature, ...]], BeforeValidator(_listed_keys)] = Field(
         default_factory=dict
     )
-    """Further features when any tensor has this dtype."""
+    """Additional features required if any tensor has this dtype."""
     uses: tuple[Feature, ...] = ()
-    """Features that some of its kernels use where a device has them; others run where it does not."""
+    """Optional features: some kernels use them, with fallback kernels on other devices."""
     limits: tuple[Expr, ...] = ()
     """Conditions on axes and attributes beyond the operation's own constraints."""
     dtypes: dict[str, DTypeList] = Field(default_factory=dict)
-    """Narrower dtypes than the operation allows, by tensor. Of weights it takes those that the backend computes with."""
+    """Supported dtypes by tensor, if fewer than declared. For weights the default is the backend's native types."""
     static: tuple[str, ...] = ()
-    """Axes that must be known when the kernel is built."""
+    """Axes that are compile-time constants of the kernel."""
     tile: dict[str, int] = Field(default_factory=dict)
-    """Axis sizes the kernel works in: edge shapes are taken around them."""
+    """The kernel's tile sizes by axis; edge shapes are around their multiples."""
     variants: tuple[dict[str, Values], ...] = ()
-    """Sizes and attributes at which it chooses another kernel, each combination of the lists: of NAME a number or
-    several; of "NAME,NAME" lists of numbers that belong together."""
+    """Sizes and attributes that select different kernels, as a product of lists. NAME has a number or several;
+    "NAME,NAME" has lists of corresponding numbers."""
     accumulate: Literal["bf16"] | None = None
-    """The unit of its rounding where that is coarser than the operation's."""
+    """The accumulator type, if coarser than the operation's."""
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
-    """By dtype: how its results are judged where its arithmetic is coarser than the operation's; goes before every
-    other."""
+    """By dtype, for arithmetic that is coarser than the operation's; overrides every other tolerance."""
     except_edges: dict[str, str] = Field(default_factory=dict)
-    """Edge cases it is not held to, with the reason."""
+    """Excluded edge cases, with reasons."""
 
     def sizes(self) -> Iterator[dict[str, Number]]:
-        """`variants` one by one."""
+        """Every combination of `variants`."""
         for table in self.variants:
             listed = [values if isinstance(values, tuple) else (values,) for values in table.values()]
             for chosen in itertools.product(*listed):

@@ -1,4 +1,4 @@
-"""TOML files read into pydantic models; every error becomes one line with file, key and fix."""
+"""Read TOML files into pydantic models; every error is one line with file, key and fix."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import PACKAGE, ROOT
 
 MAX_BYTES, MAX_DEPTH = 1 << 17, 32
-MAX_DOTS = 500  # in a line: the parser's time grows with the square of a dotted key's length
+MAX_DOTS = 500  # in a line: the parser is quadratic in a dotted key's length
 
 
 class Model(BaseModel):
-    """Base of every declaration: frozen, unknown keys refused, no conversion of types (TOML has its own). Validators
-    are built when a kind of file is first read: most commands read few kinds."""
+    """Base of declarations: frozen, strict types, unknown keys refused. Validators are built lazily."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True, defer_build=True)
 
@@ -30,7 +29,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def load_toml(path: Path | str, model: type[M]) -> M:
-    """`path` as an instance of `model`; the path as users know it is in the validation context's `file`.
+    """Read `path` as an instance of `model`; the validation context's `file` is the path for messages.
 
     Raises SpecError: `specs/ops/linear.toml: outputs.y.shape[1]: what is wrong; did you mean 'N'?`
     """
@@ -38,7 +37,7 @@ def load_toml(path: Path | str, model: type[M]) -> M:
 
 
 def read_toml(path: Path | str) -> dict[str, Any]:
-    """The tables of a file. SpecError (one line, beginning with the file) for one that cannot be read or is no TOML."""
+    """The tables of a file. SpecError (one line, beginning with the file) if it cannot be read or is not TOML."""
     path = Path(path)
     file = shown_path(path)
     try:
@@ -54,7 +53,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 
 
 def parse_toml(file: str, text: str) -> dict[str, Any]:
-    """The tables of a declaration. SpecError for what is no TOML, or longer or deeper than a declaration can be."""
+    """The tables of a declaration. SpecError for invalid TOML and for text beyond the size and depth limits."""
     if len(text) > MAX_BYTES:
         raise SpecError(f"{file}: longer than {MAX_BYTES} bytes; a declaration is a few thousand")
     if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
@@ -78,7 +77,7 @@ def _refuse_depth(value: Any, depth: int = 0) -> None:
 
 
 def validate(file: str, data: dict[str, Any], model: type[M]) -> M:
-    """Parsed TOML as an instance of `model`; `file` goes in front of errors (SpecError)."""
+    """Parsed TOML as an instance of `model`. SpecError messages begin with `file`."""
     try:
         return model.model_validate(_tuples(data), context={"file": file})
     except ValidationError as e:
@@ -86,14 +85,14 @@ def validate(file: str, data: dict[str, Any], model: type[M]) -> M:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the project where it lies inside it."""
+    """The path, relative to the project if inside it."""
     place = path.resolve()
     root = next((r for r in (PACKAGE, ROOT) if place.is_relative_to(r)), None)
     return str(path) if root is None else place.relative_to(root).as_posix()
 
 
 def one_line(file: str, error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a ValidationError. An unknown key comes first: it explains the missing one beside it."""
+    """The first problem of a ValidationError. Unknown keys come first, since a misspelt key is also a missing one."""
     problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     key, text = _problem(dict(problems[0]), model)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -143,7 +142,7 @@ def key_path(loc: tuple[str | int, ...]) -> str:
 
 
 def _keys(model: Any, loc: tuple[str | int, ...]) -> list[str]:
-    """Keys that the table at `loc` may have."""
+    """Valid keys of the table at `loc`."""
     at: Any = model
     for part in loc:
         at = _bare(at)

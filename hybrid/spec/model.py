@@ -1,4 +1,4 @@
-"""Model sheets: the hyper-parameters of published models, for planning and measuring without their files."""
+"""Model sheets: hyper-parameters of published models, for planning and benchmarks without their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid.core.places import SPECS
 from hybrid.spec.load import Model, load_toml
 
 SHEETS = SPECS / "models"
-_MIXTURE = re.compile(r"(gemma\d+n?)-(?:\d+b-a\d+b|26b)\b")  # 26b-a4b: of 26 G parameters a token uses 4
+_MIXTURE = re.compile(r"(gemma\d+n?)-(?:\d+b-a\d+b|26b)\b")  # 26b-a4b: 26 G parameters, 4 G active
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -30,7 +30,7 @@ class ModelHead(Model):
 
 
 class Own(Model):
-    """What some layers have instead of the shape's own."""
+    """Overrides of the shape's fields for some layers."""
 
     ffn: Positive | None = None
     n_kv_heads: Positive | None = None
@@ -41,13 +41,13 @@ class Own(Model):
 
 
 class Some(Own):
-    """`Own` of a number of layers."""
+    """Overrides for a number of layers."""
 
     layers: Positive
 
 
 class Shape(Model):
-    """As hybrid.core.hparams.HParams, with the layers' kinds by period and the attention scale as configs write it."""
+    """Like hybrid.core.hparams.HParams, with a period of global layers and the attention scale as in config.json."""
 
     n_layers: Positive
     hidden: Positive
@@ -59,7 +59,7 @@ class Shape(Model):
     context_length: Positive
     window: Positive
     global_every: Positive
-    """Layer l sees the whole context where l + 1 is a multiple of this."""
+    """Layer l has full attention if l + 1 is a multiple of this."""
     rope_theta_global: float
     rope_theta_local: float
     rope_factor: float
@@ -73,14 +73,14 @@ class Shape(Model):
     per_layer_dim: int = 0
     per_layer_vocab: int = 0
     global_: Own = Field(Own(), alias="global")
-    """Of layers that see the whole context."""
+    """Overrides for layers with full attention."""
     first: Some | None = None
-    """Of the first layers."""
+    """Overrides for the first layers."""
     sharing: Some | None = None
-    """Of the last layers, which read the cache of the last layer before them of their own kind."""
+    """Overrides for the last layers, which read the KV cache of the last unshared layer of their kind."""
 
     def hparams(self, family: str) -> HParams:
-        """As hyper-parameters. ValueError names one that cannot be."""
+        """The hyper-parameters. ValueError names an invalid one."""
         model = {
             "hidden",
             "vocab",
@@ -129,19 +129,19 @@ class ModelSheet(Model):
     shape: Shape
 
     def hparams(self) -> HParams:
-        """The model's hyper-parameters. ValueError names one that cannot be."""
+        """The model's hyper-parameters. ValueError names an invalid one."""
         return self.shape.hparams(self.model.family)
 
 
 @lru_cache(maxsize=1)
 def load_models() -> dict[str, ModelSheet]:
-    """All sheets by name, smallest first. SpecError for one that is wrong."""
+    """All sheets by name, smallest first. SpecError for an invalid one."""
     sheets = [load_toml(p, ModelSheet) for p in SHEETS.glob("*.toml")]
     return {s.model.name: s for s in sorted(sheets, key=lambda s: s.model.parameters)}
 
 
 def find_model(name: str) -> ModelSheet:
-    """A sheet by its name. SpecError with the nearest name where there is none, and for a mixture of experts."""
+    """A sheet by its name. SpecError for an unknown name (with the nearest one) and for a mixture of experts."""
     known = load_models()
     if (mixture := _MIXTURE.match(name)) and name not in known:
         dense = [n for n in known if n.startswith(f"{mixture[1]}-")]

@@ -1,7 +1,6 @@
-"""The [npu] table of a device sheet: what one tile of each kind has, the fields of its buffer descriptors, and rates.
+"""The [npu] table of a device sheet: limits of each kind of tile, fields of buffer descriptors, and rates.
 
-Every number carries its source. kernels/npu/check.py refuses a design beyond these limits; perf.npu computes from the
-rates.
+Every number has its source. kernels/npu/check.py refuses designs beyond these limits; perf.npu uses the rates.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Source = Annotated[str, Field(min_length=1)]
 
 
 class Count(Model):
-    """A limit of the hardware and where it is written down."""
+    """A hardware limit and its source."""
 
     value: int = Field(gt=0)
     source: Source
@@ -28,18 +27,18 @@ class Rate(Model):
 
 
 class Descriptor(Model):
-    """Fields of a buffer descriptor (BD). Words are 4 bytes: no DMA addresses anything smaller."""
+    """Fields of a buffer descriptor (BD). Words are 4 bytes, the smallest unit that a DMA addresses."""
 
     words: Count
     """Longest transfer."""
     dimensions: Count
     """Nested (size, stride) pairs, the innermost included; on a shim tile the fourth is the iteration."""
     wrap: Count
-    """Largest size of any dimension but the outermost, which the length bounds; innermost in words."""
+    """Largest size of a dimension except the outermost, which the length bounds; the innermost in words."""
     step: Count
     """Largest stride, in words."""
     iterations: Count
-    """Largest size of the outermost dimension where that is the iteration counter."""
+    """Largest size of the outermost dimension if it is the iteration counter."""
 
 
 class TileLimits(Model):
@@ -52,12 +51,12 @@ class TileLimits(Model):
     """Memory to stream (MM2S)."""
     bds: Count
     bds_per_parity: Count | None = None
-    """Mem tiles: even channels reach the first so many descriptors, odd ones the rest."""
+    """Mem tiles: even channels can use this many first descriptors, odd ones the rest."""
     locks: Count
     lock_max: Count
     """Largest value of a lock."""
     queue: Count | None = None
-    """Shim tiles: tasks that a channel holds, the running one included. A push on a full queue is dropped."""
+    """Shim tiles: tasks of a channel's queue, the running one included. A push to a full queue is dropped."""
     bd: Descriptor
 
 
@@ -73,11 +72,10 @@ class Rates(Model):
     """Bytes per cycle of one load unit; a core has two."""
     store_bytes: Rate
     accumulate_cycles: Rate
-    """Cycles to load, add to and store one element of C in each step over K, without the part that grows with its
-    size."""
+    """Cycles to load, add to and store one element of C in each step over K, without the size-dependent part."""
     accumulate_cycles_per_byte: Rate
     ddr_gb_s: Rate
-    """What the whole array gets when tiles are read as a GEMM reads them."""
+    """Bandwidth of the whole array with a GEMM's access pattern."""
     channel_gb_s: Rate
     """One shim channel in one direction."""
     object_cycles: Rate
@@ -96,11 +94,11 @@ class Npu(Model):
     contexts: Count
     """Hardware contexts open at once."""
     heap_bytes: Count
-    """Of the driver's device heap: instruction buffers of all contexts lie in it."""
+    """Size of the driver's device heap, which holds instruction buffers of all contexts."""
     arguments: Count
-    """Buffers that a kernel of an xclbin takes."""
+    """Most buffer arguments of an xclbin's kernel."""
     repeat: Count
-    """Times that a shim task may send the same: its outermost size where the stride is 0."""
+    """Most repetitions of a shim task: its outermost size with stride 0."""
     packet_id: Count
     core: TileLimits
     mem: TileLimits

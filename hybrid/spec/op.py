@@ -1,4 +1,4 @@
-"""An operation's declaration, and what the planner, the backends and the tests ask of it.
+"""The declaration of an operation: shapes, dtypes, costs and tolerances for the planner, backends and tests.
 
 op = load_op("linear")
 bind = op.solve({"x": (4, 256), "w": (768, 256)})    # {'T': 4, 'K': 256, 'N': 768}
@@ -53,7 +53,7 @@ _NO_WEIGHTS = DTYPES.keys() - FILE_TYPES.keys()
 
 
 class OpSpec(Asked):
-    """One file of specs/ops. Immutable, checked against itself when it is made."""
+    """One file of specs/ops. Immutable; cross-checked on construction."""
 
     schema_version: Literal[1] = Field(alias="schema")
     op: Head
@@ -61,24 +61,24 @@ class OpSpec(Asked):
     inputs: dict[Name, TensorSpec]
     outputs: dict[Name, TensorSpec] = Field(default_factory=dict)
     state: dict[Name, TensorSpec] = Field(default_factory=dict)
-    """Device memory that outlives a pass and is changed in place."""
+    """Persistent device memory, updated in place."""
     scratch: dict[Name, TensorSpec] = Field(default_factory=dict)
-    """Intermediate results, given by the caller like outputs."""
+    """Intermediate results; the caller allocates them like outputs."""
     attributes: dict[Name, Attribute] = Field(default_factory=dict)
     constraints: Constraints = Constraints()
     dtype_rules: tuple[DTypeRule, ...] = ()
     numerics: Numerics = Numerics()
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
-    """By dtype of a result. Integers are exact; a type that is not written is judged as f32 is."""
+    """By dtype of a result. Integers are exact; other missing types use f32's."""
     cost: Cost
     edge: Edge
     workloads: tuple[Workloads, ...] = Field((), exclude=True)
-    """How workloads follow from models. None: a decode and a prefill pass of each model whose schedule has the
+    """Derivation of workloads from models. None: a decode and a prefill pass of each model whose schedule has the
     operation."""
     not_on: dict[BackendName, Reason] = Field(default_factory=dict)
-    """Backends that do not run it, and why; every other one does."""
+    """Backends that do not support it, with reasons; all others do."""
     backends: dict[BackendName, Backend] = Field(default_factory=dict)
-    """Limits of backends that have some."""
+    """Limits by backend."""
 
     _file: str = PrivateAttr("")
 
@@ -101,13 +101,13 @@ class OpSpec(Asked):
 
     @property
     def file(self) -> str:
-        """For messages: specs/ops/linear.toml."""
+        """The path for messages: specs/ops/linear.toml."""
         return self._file
 
     @cached_property
     def workload(self) -> tuple[Workload, ...]:
-        """Made and checked when they are first asked for: what plans and computes has no use for them. Raises SpecError
-        for the first that does not fit."""
+        """The workloads, derived and checked lazily: planning and execution do not need them. Raises SpecError for the
+        first invalid one."""
         from hybrid.spec.workload import derive
 
         try:
@@ -124,7 +124,7 @@ class OpSpec(Asked):
 
     @cached_property
     def matrices(self) -> tuple[str, ...]:
-        """Weights of several types whose rows are summed over: what a product reads whole."""
+        """Weight matrices: inputs of several dtypes with a reduction over rows."""
         return tuple(
             n
             for n, t in self.inputs.items()
@@ -137,7 +137,7 @@ class OpSpec(Asked):
 
     @property
     def token_axis(self) -> str | None:
-        """The axis bounded by a live count when a plan runs: O for operations on output rows, else T; None: neither."""
+        """The axis that a live count bounds at run time: O for operations on output rows, else T; None: neither."""
         for role in ("outs", "tokens"):
             for name, axis in self.axes.items():
                 if axis.role == role:
@@ -150,16 +150,16 @@ class OpSpec(Asked):
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
 
     def runs_on(self, backend: str) -> bool:
-        """SpecError for a backend that there is not."""
+        """Whether a backend supports it. SpecError for an unknown backend."""
         return self._backend_name(backend) not in self.not_on
 
     def backend(self, name: str) -> Backend:
-        """The limits of a backend. SpecError for one that there is not."""
+        """The limits of a backend. SpecError for an unknown backend."""
         return self.backends.get(self._backend_name(name), NO_LIMITS)
 
     def taken(self, backend: str) -> Mapping[str, tuple[str, ...]]:
-        """Types that a backend takes, of tensors of which it does not take all: as declared, and of weights those that
-        it computes with."""
+        """Tensor -> dtypes that a backend supports, for tensors where it lacks some: declared limits, and for weights
+        the backend's native types."""
         if backend not in self._taken:
             declared, native = dict(self.backend(backend).dtypes), native_types(backend)
             for name, t in self.inputs.items():
@@ -177,7 +177,7 @@ class OpSpec(Asked):
         return {name: self.shape(name, bind) for name in self.tensors}
 
     def shape(self, tensor: str, bind: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of one tensor; only the axes it uses need be bound."""
+        """Shape of one tensor; only its own axes need to be bound."""
         dims = []
         for i, dim in enumerate(self._tensor(tensor).shape):
             try:
@@ -195,14 +195,14 @@ class OpSpec(Asked):
 
     @cached_property
     def sections(self) -> dict[str, str]:
-        """Section of each tensor; planning asks for it a hundred thousand times."""
+        """Section of each tensor, cached for planning."""
         return {t: s for s in ("scratch", "state", "outputs", "inputs") for t in getattr(self, s)}
 
     def solve(self, shapes: Mapping[str, tuple[int, ...]], bind: Mapping[str, int] | None = None) -> dict[str, int]:
-        """The axes that make the declared shapes equal to concrete ones, for the tensors given.
+        """Solve for the axes from concrete shapes of some or all tensors.
 
-        `bind` fixes axes that the shapes leave open. Every given shape is checked. Raises SpecError naming the two
-        tensors that disagree, or an axis of a given tensor that nothing determines.
+        `bind` fixes axes that the shapes leave open. Every given shape is checked. Raises SpecError naming two tensors
+        that disagree, or an undetermined axis of a given tensor.
         """
         sizes: list[Size] = []
         for name, shape in shapes.items():
@@ -221,9 +221,9 @@ class OpSpec(Asked):
         dtypes: Mapping[str, str] | None = None,
         backend: str | None = None,
     ) -> None:
-        """That bound axes, attributes and dtypes (and the limits of `backend`) fit the declaration; else SpecError.
+        """Check bound axes, attributes and dtypes against the declaration (and the limits of `backend`). SpecError.
 
-        Attributes not given take their default. dtypes may name some of the tensors only.
+        Missing attributes have their defaults. dtypes may name only some of the tensors.
         """
         self._known_axes(bind)
         for name, axis in self.axes.items():
@@ -279,7 +279,7 @@ class OpSpec(Asked):
         return out
 
     def check_dtypes(self, dtypes: Mapping[str, str], backend: str | None = None) -> None:
-        """That the dtypes of some or all tensors are allowed together. Raises SpecError naming the rule broken."""
+        """Check a combination of dtypes of some or all tensors. Raises SpecError naming the violated rule."""
         for name, dtype in dtypes.items():
             spec, key = self._tensor(name), f"{self.section(name)}.{name}.dtype"
             if spec.same is not None:
@@ -303,14 +303,14 @@ class OpSpec(Asked):
                         raise self._error(f"dtype_rules[{i}]", what)
 
     def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
-        """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
+        """Every valid assignment of dtypes to all tensors; with `backend`, those that it supports."""
         fewer = backend if backend is not None and self.taken(backend) else None
         if fewer not in self._choices_of:
             self._choices_of[fewer] = assignments(self, fewer)
         return self._choices_of[fewer]
 
     def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
-        """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""
+        """The first valid assignment that agrees with `given`. Raises SpecError if there is none."""
         given = dict(given or {})
         key = tuple(sorted(given.items()))
         if key not in self._first_choice:
@@ -323,16 +323,16 @@ class OpSpec(Asked):
 
     @cached_property
     def _first_choice(self) -> dict[tuple[tuple[str, str], ...], Mapping[str, str]]:
-        """What `dtypes` has found: the workloads of an operation ask for the same few."""
+        """Cache of `dtypes`."""
         return {}
 
     @cached_property
     def _choices_of(self) -> dict[str | None, tuple[Mapping[str, str], ...]]:
-        """What `dtype_choices` has found, for backends that support fewer and without one."""
+        """Cache of `dtype_choices`, by backend or None."""
         return {}
 
     def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
-        """How an output, state or scratch tensor of `dtype` is judged. Raises SpecError where none is declared."""
+        """The tolerance of an output, state or scratch tensor of `dtype`. Raises SpecError if none is declared."""
         own = self._tensor(tensor).tolerance
         for table in (own, self.tolerance):
             if dtype in table:
@@ -357,7 +357,7 @@ class OpSpec(Asked):
         return math.ceil(self._eval("cost.bytes", self.cost.bytes, env, lambda t: DTYPES[full[t]].bits / 8))
 
     def judged_on(self, backend: str | None) -> OpSpec:
-        """The operation as a backend's results are judged: with that backend's tolerances and unit of rounding."""
+        """The operation with a backend's own tolerances and unit roundoff, for judging its results."""
         b = self.backend(backend) if backend else None
         if b is None or (not b.tolerance and b.accumulate is None):
             return self
@@ -365,7 +365,7 @@ class OpSpec(Asked):
         return self.model_copy(update={"tolerance": {**self.tolerance, **b.tolerance}, "numerics": numerics})
 
     def requirements(self, backend: str, dtypes: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Device features needed on `backend`: for these dtypes, or for any."""
+        """Device features that `backend` requires: for these dtypes, or for all dtypes."""
         b = self.backend(backend)
         used = set(self.dtypes(dtypes).values()) if dtypes is not None else set(b.requires_for)
         extra = [f for d, features in b.requires_for.items() if d in used for f in features]
@@ -423,7 +423,7 @@ def load_op(name_or_path: str | Path) -> OpSpec:
     """An operation by name (`linear`) or by the path of its TOML file. Cached. Raises SpecError."""
     if str(name_or_path).endswith(".toml"):
         return _load(Path(name_or_path).resolve())
-    return _named(SPECS_DIR, str(name_or_path))  # a plan asks thousands of times
+    return _named(SPECS_DIR, str(name_or_path))  # cached: planning calls this thousands of times
 
 
 @lru_cache(maxsize=256)
@@ -436,12 +436,13 @@ def _named(specs: Path, name: str) -> OpSpec:
 
 @lru_cache(maxsize=4)
 def op_names(folder: Path = SPECS_DIR / "ops") -> tuple[str, ...]:
-    """Of every operation there, in order; none is read."""
+    """Names of all operations in a folder, sorted, without reading the files."""
     return tuple(sorted(p.stem for p in folder.glob("*.toml")))
 
 
 def load_ops(directory: Path | None = None) -> dict[str, OpSpec]:
-    """Every operation of a directory (default: specs/ops), by name. Cached. Raises SpecError; none is an error."""
+    """Every operation of a directory (default: specs/ops), by name. Cached. Raises SpecError, also for an empty
+    directory."""
     return dict(_all(SPECS_DIR / "ops") if directory is None else _all.__wrapped__(directory))
 
 

@@ -1,4 +1,4 @@
-"""Cross-checks of an operation's declaration: every name used is declared, every workload fits."""
+"""Cross-checks of an operation's declaration: undeclared names, unused axes, invalid workloads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _names(spec: OpSpec) -> None:
 
 def _tensors(spec: OpSpec) -> None:
     used: set[str] = set()
-    earlier = [*spec.scratch, *spec.state]  # made before the outputs, whatever the order of the tables
+    earlier = [*spec.scratch, *spec.state]  # computed before the outputs
     for name, t in spec.tensors.items():
         at = f"{spec.section(name)}.{name}"
         for i, dim in enumerate(t.shape):
@@ -187,8 +187,7 @@ def _variant(key: str, spec: OpSpec, table: Mapping[str, Values]) -> None:
 
 
 def check_workloads(spec: OpSpec, workloads: Sequence[Workload]) -> None:
-    """Each has a name of its own, and sizes, types and attributes that the declaration takes. FieldError for the first
-    without."""
+    """Check that ids are unique, and sizes, dtypes and attributes valid. FieldError for the first invalid workload."""
     seen: set[str] = set()
     for w in workloads:
         if w.id in seen:

@@ -1,5 +1,5 @@
-"""Placements: which steps of a schedule go to which device, and in what form. [[placement]] of a schedule that extends
-another; the forms (other operations that compute a step) are files of specs/forms."""
+"""Placements: the [[placement]] tables of an extension, which move steps to devices and replace them by forms. A form,
+a file of specs/forms, is a sequence of other operations that computes a step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hybrid.spec.step import Phase, StepSpec, Text, checked_act
 
 FORMS = SPECS / "forms"
 PLACES = ("device", "form", "act")
-"""Fields of a placement that hold in one phase or in both."""
+"""Fields of a placement that may be limited to a phase."""
 MOST = 64
-"""Placements of a file, and patterns of one: a stranger's file must not take long to read."""
+"""Most placements of a file, and most patterns of a placement: bounds the time to read an untrusted file."""
 
 
 class FormHead(Model):
@@ -29,21 +29,21 @@ class FormHead(Model):
 
 
 class FormStep(Model):
-    """One of the steps that a form has in place of another."""
+    """One step of a form."""
 
     op: Text
     suffix: str = ""
-    """Follows the name of the step in whose place it is."""
+    """Appended to the replaced step's name."""
     args: dict[str, str] = Field(default_factory=dict)
-    """Operation's tensor name -> tensor name of the operation in whose place it is."""
+    """Operation's tensor name -> tensor name of the replaced operation."""
     own: dict[str, str] = Field(default_factory=dict)
-    """Operation's tensor name -> a tensor that only the form has, `NAME.{l}` in a layer."""
+    """Operation's tensor name -> an intermediate tensor of the form, `NAME.{l}` in a layer."""
     attrs: tuple[str, ...] = ()
-    """Attributes that it has from the step in whose place it is."""
+    """Attributes copied from the replaced step."""
     device: Literal["main"] | None = None
-    """None: where the placement says."""
+    """None: the placement's device."""
     act: dict[str, str] = Field(default_factory=dict)
-    """Matrix input -> dtype, as a schedule's step has it."""
+    """Matrix input -> dtype, as in a schedule's step."""
 
     @field_validator("act")
     @classmethod
@@ -52,7 +52,7 @@ class FormStep(Model):
 
 
 class Form(Model):
-    """One file of specs/forms: operations -> steps of other operations that compute the same."""
+    """One file of specs/forms: operation -> equivalent steps of other operations."""
 
     schema_: Literal[1] = Field(alias="schema")
     form: FormHead
@@ -63,16 +63,16 @@ class Placement(Model):
     """One [[placement]]."""
 
     steps: tuple[Text, ...] = Field(min_length=1, max_length=MOST)
-    """Patterns (`*.attention`) of step names as the schedule that is extended writes them."""
+    """Patterns (`*.attention`) of step names as written in the base schedule."""
     phase: Phase | None = None
-    """Only in this phase; None: in both. In the other one the step stays as it was."""
+    """The phase that it applies to, leaving the other unchanged; None: both."""
     like: Phase | None = None
-    """Both phases have the steps that this one has; those only of the other one are left out."""
+    """Use this phase's steps in both phases, and drop the other phase's."""
     device: Text | None = None
     form: Text | None = None
-    """A file of specs/forms, by its name: what stands in the place of each step."""
+    """Name of a file of specs/forms whose steps replace each step."""
     act: dict[str, str] | None = None
-    """Matrix input -> dtype, instead of what the step has."""
+    """Matrix input -> dtype; overrides the step's."""
 
     @field_validator("act")
     @classmethod
@@ -89,15 +89,15 @@ class Placement(Model):
 
 
 Entry = tuple[int, Placement]
-"""A placement, and its number in the file."""
+"""(index in the file, placement)."""
 
 
 def placed(
     groups: Mapping[str, Sequence[StepSpec]], placements: Sequence[Placement]
 ) -> dict[str, tuple[StepSpec, ...]]:
-    """The steps before, in and after the layers (`groups`) as the placements have them.
+    """Apply placements to the steps before, in and after the layers (`groups`).
 
-    Raises FieldError for a pattern that no step fits, and for two placements that set one field of a step.
+    Raises FieldError for a pattern that matches no step, and for two placements that set one field of a step.
     """
     steps = [s for group in groups.values() for s in group]
     _every_pattern_fits(steps, placements, in_phase=False)
@@ -114,7 +114,7 @@ def placed(
 
 
 def _every_pattern_fits(steps: Sequence[StepSpec], placements: Sequence[Placement], in_phase: bool) -> None:
-    """in_phase: only of placements that are for one phase, and some step must run in it."""
+    """Check that every pattern matches a step. in_phase: only placements for one phase, with a step in that phase."""
     for i, placement in enumerate(placements):
         if in_phase and placement.phase is None:
             continue
@@ -126,7 +126,7 @@ def _every_pattern_fits(steps: Sequence[StepSpec], placements: Sequence[Placemen
 
 
 def _liked(step: StepSpec, entries: Sequence[Entry]) -> list[StepSpec]:
-    """One step, or none, after what `like` says."""
+    """Apply `like` to a step: one step or none."""
     like = _only(step, [(i, p.like) for i, p in entries], "like")
     if like is None:
         return [step]
@@ -134,7 +134,7 @@ def _liked(step: StepSpec, entries: Sequence[Entry]) -> list[StepSpec]:
 
 
 def _placed(step: StepSpec, entries: Sequence[Entry], layer: bool) -> list[StepSpec]:
-    """One step: itself, changed, twice (a phase each), or as the steps of a form."""
+    """Apply placements to a step: unchanged, changed, split by phase, or replaced by a form."""
     said = {phase: _said(step, entries, phase) for phase in step.phases}
     if len(said) == 2 and said["prefill"] != said["decode"]:
         return [made for phase in said for made in _made(step.model_copy(update={"phase": phase}), said[phase], layer)]
@@ -142,7 +142,7 @@ def _placed(step: StepSpec, entries: Sequence[Entry], layer: bool) -> list[StepS
 
 
 def _said(step: StepSpec, entries: Sequence[Entry], phase: Phase) -> dict[str, Any]:
-    """Field -> what a placement says of the step in this phase; index: of the placement that gives the form."""
+    """Fields that placements set for the step in this phase; `index`: the placement that sets the form."""
     here = [(i, p) for i, p in entries if p.phase in (None, phase)]
     values = {field: _only(step, [(i, getattr(p, field)) for i, p in here], field) for field in PLACES}
     found = {field: value for field, value in values.items() if value is not None}
@@ -157,7 +157,7 @@ def _said(step: StepSpec, entries: Sequence[Entry], phase: Phase) -> dict[str, A
 
 
 def _only(step: StepSpec, values: Sequence[tuple[int, Any]], field: str) -> Any:
-    """The one value that is set; FieldError where two placements set it."""
+    """The value that placements set for a field; FieldError if two set it."""
     found = [(i, value) for i, value in values if value is not None]
     if len(found) > 1:
         (first, _), (second, _) = found[:2]

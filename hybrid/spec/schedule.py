@@ -1,8 +1,6 @@
-"""Schedules: a model family as data. Which operation runs in which layers and phases, on which device, with what
-activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge.
-
-A file with `extends` is another schedule with its steps placed (hybrid.spec.placement): once read, a schedule like
-any."""
+"""Schedules: a model family as data. A schedule lists operations with their layers, phases, devices and activation
+precisions. hybrid.planning.planner binds it to a checkpoint and checks every edge. A file with `extends` moves another
+schedule's steps to other devices (hybrid.spec.placement)."""
 
 from __future__ import annotations
 
@@ -29,41 +27,40 @@ SCHEDULES, PARTS = SPECS / "schedules", SPECS / "parts"
 
 Act = Literal["f32", "f16", "q8_act"]
 Capability = Literal["f16_matrices"]
-"""What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
+"""Device features that select a precision: f16_matrices = cooperative 16x16 f16 matrices."""
 CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 
 
 class Head(Model):
-    """[schedule]: what this file describes."""
+    """[schedule]."""
 
     name: Text
     family: Text
-    """Architecture it serves: `general.architecture` of GGUF files."""
+    """The model architecture: `general.architecture` of GGUF files."""
     summary: Text
     source: str = ""
     pipeline: Literal[1, 2] = 1
-    """Prefill passes that overlap where steps run on several devices: each holds rows and activations of its own."""
+    """Overlapping prefill passes on several devices, each with its own rows and activations."""
     without_room: str = ""
-    """The shipped schedule that is taken instead where the device's memory has no room for this one's weights."""
+    """The shipped schedule to use if the weights do not fit in the device's memory."""
     residual: Text = "x"
-    """Activation of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
+    """Name of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
 
 
 class Profile(Model):
-    """Dtypes that a precision profile gives to the inputs of matrices and to the KV cache beside them."""
+    """A precision profile: dtypes of matrix inputs and of the KV cache."""
 
     act: Act
     kv: CacheType
     prefill: dict[Capability, Act] = Field(default_factory=dict)
-    """Device capability -> `act` of prefill on devices that have it; the first that holds."""
-
+    """Device capability -> `act` of prefill; the first that the device has."""
     batch: dict[Capability, Act] = Field(default_factory=dict)
-    """The same for decode passes of more rows than the device calls few. With few a pass of either phase takes
-    `act`."""
+    """Device capability -> `act` of decode passes with more than Device.few_rows rows. Passes of at most few_rows rows
+    have `act` in both phases."""
 
     def act_in(self, phase: Phase, rows: int, capabilities: Collection[str], few: int = FEW_ROWS) -> Act:
-        """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities, for which
-        `few` rows are few (Device.few_rows)."""
+        """The dtype of matrix inputs in a pass of at most `rows` rows on a device with these capabilities. few:
+        Device.few_rows."""
         instead = {} if rows <= few else self.prefill if phase == "prefill" else self.batch
         return next((act for need, act in instead.items() if need in capabilities), self.act)
 
@@ -72,10 +69,10 @@ class Precision(Model):
     quantised: Profile
     unquantised: Profile
     beside_quantised: Profile | None = None
-    """Of unquantised weights in a checkpoint that has quantised ones too; None: as `unquantised`."""
+    """For unquantised weights of a checkpoint that also has quantised ones; None: `unquantised`."""
 
     def of(self, quantised: bool, beside: bool) -> Profile:
-        """The profile of a weight, `beside` others that are quantised or not."""
+        """The profile of a weight. beside: it is unquantised in a checkpoint with quantised weights."""
         return self.quantised if quantised else (beside and self.beside_quantised) or self.unquantised
 
     @model_validator(mode="after")
@@ -87,11 +84,11 @@ class Precision(Model):
 
 
 class Declared(Model):
-    """A tensor that outlives a pass, or that the host reads and writes."""
+    """A persistent or host-visible tensor."""
 
     kind: Literal["io", "state", "weight"]
     role: Literal["rope", "kv"] | None = None
-    """rope: the host makes it, from the rotation of the layers that name it. kv: part of the cache."""
+    """rope: a RoPE table that the host computes for the layers that name it. kv: part of the KV cache."""
     dtype: Text
     """A storage type, or `kv:WEIGHT` = the profile's KV type for that weight's type."""
     shape: tuple[Expr, ...]
@@ -109,13 +106,13 @@ def _is_device(name: str) -> bool:
 
 
 class Tables(Model):
-    """What a schedule has, and what one that extends it may add to."""
+    """Tables of a schedule that an extension may add to."""
 
     axes: dict[str, Expr] = Field(default_factory=dict)
     devices: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Further names of --device, and what each tries in order (`Schedule.chains` has the usual ones)."""
     fallback: dict[Literal["npu"], Literal["main"]] = Field(default_factory=dict)
-    """What takes over the steps of a device that is not there, or fails; without an entry that is an error."""
+    """Fallback of a missing or failed device; without an entry its absence or failure is an error."""
     precision: dict[Literal["auto", "exact", "fast"], Precision] = Field(default_factory=dict)
     values: dict[str, dict[When, str]] = Field(default_factory=dict)
     fused: dict[str, tuple[str, ...] | dict[When, tuple[str, ...]]] = Field(default_factory=dict)
@@ -127,7 +124,7 @@ class Tables(Model):
 
 
 class Schedule(Tables):
-    """A whole schedule: a file, or one that extends another, together with it."""
+    """A complete schedule: one file, or an extension merged with its base."""
 
     schema_: Literal[1] = Field(alias="schema")
     schedule: Head
@@ -158,12 +155,12 @@ class Schedule(Tables):
 
     @property
     def steps(self) -> tuple[StepSpec, ...]:
-        """All of them: before, in and after the layers."""
+        """All steps: before, in and after the layers."""
         return (*self.before, *self.layer, *self.after)
 
     @property
     def elsewhere(self) -> dict[str, list[str]]:
-        """Device -> its steps (`blk.{l}.ffn`, `blk.{l}.ffn (prefill)`), for the devices other than `main`."""
+        """Secondary device -> its steps (`blk.{l}.ffn`, `blk.{l}.ffn (prefill)`)."""
         found: dict[str, list[str]] = {}
         for step in self.steps:
             if step.device != "main":
@@ -186,7 +183,7 @@ class Schedule(Tables):
 
 
 class ExtensionHead(Model):
-    """[schedule] of a file that extends another: its own name and summary, and what that one leaves open."""
+    """[schedule] of an extension: its name and summary, and fields that the base leaves unset."""
 
     name: Text
     summary: Text
@@ -197,11 +194,11 @@ class ExtensionHead(Model):
 
 
 class Extension(Tables):
-    """A file that extends another schedule: what it adds, and where the other's steps go."""
+    """A file that extends another schedule: additions, and placements of the base's steps."""
 
     schema_: Literal[1] = Field(alias="schema")
     extends: Text
-    """A shipped schedule's name, or a path ending in .toml that begins at this file's folder."""
+    """A shipped schedule's name, or a path ending in .toml, relative to this file's folder."""
     schedule: ExtensionHead
     placement: tuple[Placement, ...] = Field((), max_length=MOST)
 
@@ -212,8 +209,8 @@ class PartHead(Model):
 
 
 class Part(Model):
-    """One file of specs/parts: tensors and steps that schedules of several families have alike. Its steps stand before
-    a schedule's own [[before]], and behind its own [[after]]."""
+    """One file of specs/parts: tensors and steps shared by schedules of several families. Its steps precede a
+    schedule's own [[before]] and follow its own [[after]]."""
 
     schema_: Literal[1] = Field(alias="schema")
     part: PartHead
@@ -223,12 +220,12 @@ class Part(Model):
 
 
 def load_schedule(path: str | Path) -> Schedule:
-    """Read a schedule file, with those that it extends; SpecError (one line) names the file, the key and the fix."""
+    """Read a schedule file and its bases. SpecError (one line) names the file, the key and the fix."""
     return read_schedule(shown_path(Path(path)), read_toml(path), Path(path))
 
 
 def read_schedule(file: str, tables: dict[str, Any], path: Path, chain: tuple[Path, ...] = ()) -> Schedule:
-    """The tables of a schedule file. `file`: the path as users know it; chain: the files that led to this one."""
+    """Parse the tables of a schedule file. file: its path for messages; chain: the files that extend it."""
     if "extends" not in tables:
         return validate(file, _with_parts(file, tables), Schedule)
     extension, chain = validate(file, tables, Extension), (*chain, path.resolve())
@@ -244,7 +241,7 @@ def read_schedule(file: str, tables: dict[str, Any], path: Path, chain: tuple[Pa
 
 
 def _with_parts(file: str, tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a whole schedule with those of its parts: `parts = [NAME, ..]`, files of specs/parts."""
+    """Merge the tables of `parts = [NAME, ..]`, files of specs/parts, into those of a schedule."""
     whole = {key: value for key, value in tables.items() if key != "parts"}
     names = tables.get("parts", [])
     known = sorted(p.stem for p in PARTS.glob("*.toml"))
@@ -267,7 +264,7 @@ def _with_parts(file: str, tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def extended(path: str | Path) -> list[str]:
-    """The names of the schedules that a sound file extends, the nearest first; empty for a whole one."""
+    """Names of a valid file's bases, the nearest first; empty for a complete schedule."""
     found: list[str] = []
     path = Path(path)
     while "extends" in (tables := read_toml(path)):
@@ -277,9 +274,9 @@ def extended(path: str | Path) -> list[str]:
 
 
 def _extended(file: str, name: str, path: Path) -> Path:
-    """The file that `extends = name` of a file means."""
+    """The file that `extends = name` refers to."""
     if name.endswith(".toml"):
-        if not os.path.isfile(path.parent / name):  # False for a name that no file can have, too
+        if not os.path.isfile(path.parent / name):  # also False for an invalid file name
             raise SpecError(
                 f"{file}: extends: there is no file {name!r} from here; give its path, or a shipped schedule's name"
             )
@@ -291,7 +288,7 @@ def _extended(file: str, name: str, path: Path) -> Path:
 
 
 def _joined(extension: Extension, base: Schedule, base_file: str) -> dict[str, Any]:
-    """The fields of both; FieldError for one that both set."""
+    """Merge the fields; FieldError for one that both set."""
 
     def twice(key: str) -> FieldError:
         return FieldError(key, f"{base_file} sets it too, and what it extends stays as it is; remove one of the two")
@@ -317,7 +314,7 @@ def _joined(extension: Extension, base: Schedule, base_file: str) -> dict[str, A
 
 
 def named_schedule(name: str | Path) -> Schedule:
-    """A schedule file, or a shipped schedule by its name (`gemma3-hybrid`). ValueError where there is neither."""
+    """Load a schedule file, or a shipped schedule by name (`gemma3-hybrid`). ValueError if there is neither."""
     shipped = SCHEDULES / f"{name}.toml"
     if Path(name).exists():
         return load_schedule(name)
@@ -338,12 +335,12 @@ def find_schedule(family: str) -> Schedule:
 
 @cache
 def _shipped(path: Path) -> Schedule:
-    """Read once, as operations are: plans are kept by the schedule that they were made of."""
+    """Cached: the plan cache compares schedules by identity."""
     return load_schedule(path)
 
 
 @cache
 def scheduled() -> frozenset[str]:
-    """Operations that some shipped schedule names."""
+    """Operations in any shipped schedule."""
     shipped = [_shipped(path) for path in sorted(SCHEDULES.glob("*.toml"))]
     return frozenset(step.op for s in shipped for step in s.steps)

@@ -1,4 +1,4 @@
-"""Axes from concrete shapes: every declared size is an expression that must equal a number."""
+"""Solve for axes from concrete shapes: each declared size is an expression equal to a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid.spec.expr import Expr, ExprError
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`where` (a key path) says that `expr` is `size`."""
+    """The equation `expr` = `size`, declared at the key path `where`."""
 
     where: str
     expr: Expr
@@ -19,9 +19,9 @@ class Size:
 
 
 def solve(file: str, sizes: Sequence[Size], bind: Mapping[str, int]) -> dict[str, int]:
-    """Bound axes, those of `bind` included. Sizes that are linear in one unknown axis determine it; all are checked.
+    """Bound axes, those of `bind` included. A size that is linear in one unknown axis determines it; all are checked.
 
-    Raises SpecError for a contradiction (naming both places) and for an axis that nothing determines.
+    Raises SpecError for a contradiction (naming both key paths) and for an undetermined axis.
     """
     known = dict(bind)
     origin = dict.fromkeys(bind, "the given binding")
@@ -65,7 +65,7 @@ def _linear(file: str, s: Size, axis: str, known: Mapping[str, int]) -> int | No
     try:
         f0, f1, f2, f7 = (s.expr.eval({**known, axis: n}) for n in (0, 1, 2, 7))
     except ExprError:
-        return None  # not defined everywhere, so not linear
+        return None  # undefined at a point, so not linear
     slope = f1 - f0
     if not slope or f2 - f1 != slope or f7 - f0 != 7 * slope:
         return None

@@ -1,4 +1,4 @@
-"""One step of a schedule: an operation, what it reads and writes, where, in which phase and layers."""
+"""One step of a schedule: an operation with its tensors, device, phase and layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hybrid.spec.load import Model
 
 Phase = Literal["prefill", "decode"]
 Option = Literal["adjust", "logprobs", "verify"]
-"""What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the
-host; verify = hold guessed tokens against what was chosen."""
+"""Optional parts of a sampling pass: adjust = penalties, biases and masks; logprobs = log-probabilities for the host;
+verify = compare draft tokens with sampled ones."""
 OPTIONS: frozenset[Option] = frozenset(get_args(Option))
 EXTENTS = ("rows", "outs", "wanted")
-"""rows: all of a pass. outs: those whose logits are wanted; a pass that wants none leaves the step out. wanted: the
-same in prefill; all rows where every row is wanted anyway, in decode and where hidden states are read."""
+"""rows: all rows of a pass. outs: output rows, those with logits; a pass without any omits the step. wanted: output
+rows in prefill, all rows in decode and in passes that read hidden states."""
 Text = Annotated[str, Field(min_length=1)]
 ANY = "any"
 
@@ -34,36 +34,35 @@ When = Annotated[Text, AfterValidator(_condition)]
 
 
 class StepSpec(Model):
-    """One operation of the figure."""
+    """One operation of a schedule."""
 
     name: Text
     op: Text
     args: dict[str, str] = Field(default_factory=dict)
-    """Operation's tensor name -> tensor; one that is not written has the tensor of its own name."""
+    """Operation's tensor name -> tensor; the default is the tensor of the same name."""
     attrs: dict[str, Expr] = Field(default_factory=dict)
     act: dict[str, str] = Field(default_factory=dict)
-    """Matrix input -> f32, f16, q8_act, or auto:ARG = what the profile gives for the dtype of weight ARG."""
+    """Matrix input -> f32, f16, q8_act, or auto:ARG = the profile's type for the dtype of weight ARG."""
     axes: dict[str, Expr] = Field(default_factory=dict)
-    """Axes of the operation that are not the family's of the same letter."""
+    """Axes of the operation that override [axes]."""
     device: Text = "main"
     extent: Text = "rows"
-    """Which rows it is for: rows, outs, or wanted (EXTENTS); may hold {holes}."""
+    """Its rows: rows, outs, or wanted (EXTENTS); may contain {holes}."""
     live: str | None = None
-    """What counts its live rows in place of the pass's: TENSOR:WORD, a u32 tensor that another step writes; may hold
+    """Its live row count instead of the pass's: TENSOR:WORD, a u32 tensor that another step writes; may contain
     {holes}."""
     option: Option | None = None
-    """Only in plans that are made with this option; None: in all."""
+    """Only in plans made with this option; None: in all."""
     alias: dict[str, str] = Field(default_factory=dict)
-    """Result -> input, of a step that may be left out: one with an option, in a plan without it; one that picks the
-    wanted rows of tensors, in a plan that wants every row; one that changes a type, where readers take the type that is
-    there. Its results are then those inputs."""
+    """Result -> input that replaces it if the step is omitted. A step is omitted if its option is off; if it picks
+    output rows and all rows are output rows; or if it converts a dtype and the readers accept the input's dtype."""
     same: dict[str, str] = Field(default_factory=dict)
-    """Result -> tensor that another step has made, of a step that is left out where every row is wanted, because what
-    it makes of the wanted rows is there for all of them."""
+    """Result -> tensor of another step that replaces it if all rows are output rows. The other step has then computed
+    the same values for all rows."""
     phase: Phase | None = None
     """Only in this phase; None: in both."""
     when: When = ANY
-    """Only in these layers."""
+    """Condition for the layers that have it."""
 
     @field_validator("act")
     @classmethod
@@ -82,13 +81,13 @@ class StepSpec(Model):
         return ("prefill", "decode") if self.phase is None else (self.phase,)
 
     def meets(self, other: StepSpec) -> bool:
-        """Do both run in one layer and phase, as far as their conditions' texts tell?"""
+        """Whether both may run in the same layer and phase, judged by the text of their conditions."""
         phases = self.phase is None or other.phase is None or self.phase == other.phase
         return phases and (ANY in (self.when, other.when) or self.when == other.when)
 
 
 def checked_act(value: dict[str, str]) -> dict[str, str]:
-    """`act` of a step as given; ValueError for a type that no matrix input has."""
+    """Validate `act` of a step. ValueError for a type that no matrix input has."""
     for name, dtype in value.items():
         if dtype not in ACTIVATION_TYPES and not re.fullmatch(r"auto:\w+", dtype):
             raise ValueError(f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT")

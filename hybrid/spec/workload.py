@@ -1,6 +1,6 @@
-"""Workloads of an operation: one for each model, variant and pass, sizes by the axes' roles.
+"""Derive workloads of an operation: one for each model, variant and pass, with sizes by the axes' roles.
 
-specs/workloads.toml says what a pass is. It is read when the first operation is, and with it specs/models.
+specs/workloads.toml defines the passes. It is read with the first operation, as is specs/models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FILE = SPECS / "workloads.toml"
 MOST = 1000
-"""Workloads that an operation may have from models: a stranger's file must not take long to read."""
+"""Most workloads of an operation: bounds the time to read an untrusted file."""
 
 
 class Pass(Model):
@@ -39,7 +39,7 @@ class Pass(Model):
 
 
 class Demo(Shape):
-    """A demonstration model: no published size."""
+    """A demonstration model, not a published size."""
 
     family: str
 
@@ -51,7 +51,7 @@ class Source(Model):
     sizes: dict[str, Expr]
     passes: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], Pass]
     demos: dict[str, Demo]
-    """Their workloads are tagged demo, those of published models perf."""
+    """Demonstration models; their workloads have the tag demo, those of published models perf."""
 
     def model_post_init(self, context: object) -> None:
         for name, one in self.passes.items():
@@ -61,18 +61,18 @@ class Source(Model):
 
 
 class Givens:
-    """What expressions of a workload may name: hyper-parameters by model, sizes by pass."""
+    """Variables of a workload's expressions: hyper-parameters by model, sizes by pass."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.models = {name: sheet.hparams() for name, sheet in load_models().items()} | {
             name: demo.hparams(demo.family) for name, demo in source.demos.items()
         }
-        """The smallest first, the demonstration models last."""
+        """Models, smallest first, demonstration models last."""
         self._numbers: dict[tuple[str, str], dict[str, int | float]] = {}
 
     def numbers(self, model: str, name: str) -> Mapping[str, int | float]:
-        """Hyper-parameters of a model (_numbers); with the name of a pass, its sizes too."""
+        """Hyper-parameters of a model (_numbers), and the sizes of the pass `name` if given."""
         if (model, name) not in self._numbers:
             found = _numbers(self.models[model])
             for size, expr in self.source.sizes.items() if name else ():
@@ -84,14 +84,14 @@ class Givens:
         return self._numbers[model, name]
 
     def running(self, op: str) -> list[str]:
-        """Models whose family's schedule has the operation."""
+        """Models with the operation in their family's schedule."""
         having = {hp.family for hp in self.models.values() if any(s.op == op for s in find_schedule(hp.family).steps)}
         return [name for name, hp in self.models.items() if hp.family in having]
 
 
 def _numbers(hp: HParams) -> dict[str, int | float]:
-    """Of the model as a whole, and of layers: NAME of the first, global_NAME of the first that sees the whole context,
-    last_NAME of the last; `window` of the local ones."""
+    """Numbers of the model, and of layers: NAME of the first, global_NAME of the first with full attention, last_NAME
+    of the last; `window` of the local ones."""
     globals_ = [i for i, layer in enumerate(hp.layers) if not layer.window]
     kinds = {"": 0, "global_": globals_[0] if globals_ else 0, "last_": hp.n_layers - 1}
     of_layers = {
@@ -106,9 +106,9 @@ def givens() -> Givens:
 
 
 def derive(spec: OpSpec) -> Iterator[Workload]:
-    """The workloads of an operation: by table, model (the smallest first, demonstrations last), variant and pass.
+    """Yield an operation's workloads by table, model (smallest first, demonstrations last), variant and pass.
 
-    Raises FieldError for a model, pass, axis or name that there is not.
+    Raises FieldError for an unknown model, pass, axis or name.
     """
     known, count = givens(), 0
     for i, group in enumerate(spec.workloads or (Workloads(passes=USUAL, dtypes=usual(spec)),)):
@@ -120,7 +120,7 @@ def derive(spec: OpSpec) -> Iterator[Workload]:
                     numbers = known.numbers(model, one)
                     bind = entry.bind(spec.axes, numbers)
                     if group.models is None and 0 in bind.values():
-                        continue  # of this size the model has no such step
+                        continue  # no such step in a model of this size
                     count += 1
                     if count > MOST:
                         raise FieldError(
@@ -140,7 +140,7 @@ USUAL = ("decode", "prefill")
 
 
 def usual(spec: OpSpec) -> dict[str, str]:
-    """Types of the tensors in a model of q8_0 weights, where the operation takes them."""
+    """Tensor -> dtype in a model with q8_0 weights, for tensors that support it."""
     chosen: dict[str, str] = {}
     for name, tensor in spec.tensors.items():
         dtype = {"weight": "q8_0", "cache": "f16", "activation": "q8_act"}.get(tensor.role, "")
@@ -172,7 +172,7 @@ class Entry:
     variant: Variant
 
     def at(self, field: str, name: str) -> str:
-        """Key of what is written under `field`: in the variant, else in the table."""
+        """The key path of `field`: in the variant, else in the table."""
         return (
             f"{self.key}.variants.{self.name}.{field}"
             if name in getattr(self.variant, field)
@@ -180,7 +180,7 @@ class Entry:
         )
 
     def passes(self, known: Mapping[str, Pass]) -> tuple[str, ...]:
-        """Names of passes; one that is empty where none is written."""
+        """Names of passes; one empty name if none is given."""
         own = self.variant.passes is not None
         passes = (self.variant.passes if own else self.group.passes) or ()
         for name in passes:
@@ -190,7 +190,7 @@ class Entry:
         return passes or ("",)
 
     def bind(self, axes: Mapping[str, Axis], numbers: Mapping[str, int | float]) -> dict[str, int]:
-        """Each axis: as written, else the size that its role has in the model or the pass."""
+        """The size of each axis: as written, else its role's size in the model or the pass."""
         written = {**self.group.bind, **self.variant.bind}
         for name in written:
             if name not in axes:
@@ -210,8 +210,8 @@ class Entry:
         return bind
 
     def attrs(self, attributes: Mapping[str, Attribute], numbers: Mapping[str, int | float]) -> dict[str, Scalar]:
-        """Numbers are expressions; texts stay texts. What is no attribute is refused where all workloads are
-        checked."""
+        """Attribute values; numbers are evaluated as expressions. Unknown attributes are refused by
+        check_workloads."""
         attrs: dict[str, Scalar] = {}
         for name, value in {**self.group.attrs, **self.variant.attrs}.items():
             kind = attributes[name].type if name in attributes else "str"

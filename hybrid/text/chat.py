@@ -1,6 +1,6 @@
-"""Chat messages to text with the checkpoint's Jinja template (sandboxed), and to token ids.
+"""Render chat messages with the checkpoint's sandboxed Jinja template, and encode them.
 
-Only the template writes control tokens: what looks like one inside a message stays ordinary text.
+Only the template can produce control tokens: their text inside a message is ordinary text.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ GEMMA_TEMPLATE = """\
 """
 
 
-# Gemma 4's, thinking off: a system role, roles in any order, an answer in several messages is one turn, thoughts are
-# cut.
+# Gemma 4's format with thinking off: a system role, roles in any order, consecutive model messages are one turn,
+# thoughts are removed.
 GEMMA4_TEMPLATE = """\
 {{ bos_token }}
 {%- macro text(content) -%}
@@ -74,15 +74,15 @@ GEMMA4_TEMPLATE = """\
 """
 
 OWN_TEMPLATES = {("<start_of_turn>", "<end_of_turn>"): GEMMA_TEMPLATE, ("<|turn>", "<turn|>"): GEMMA4_TEMPLATE}
-"""Turn markers of a vocabulary -> the template for checkpoints that have none. The larger sizes of Gemma 4 are shown an
-empty thought before an answer, which only their own templates write."""
+"""Turn markers of a vocabulary -> default template of checkpoints without one. It omits the empty thought that the
+templates of Gemma 4's larger sizes add before an answer."""
 
 
 OWN_ROLES = ("assistant", "model")
 
 
 def template_of(tokenizer: Tokenizer, template: str | None) -> str:
-    """The checkpoint's template, or Gemma's where it has none but knows turn markers. ChatError otherwise."""
+    """The checkpoint's template, else Gemma's if the vocabulary has turn markers. ChatError if neither."""
     if template:
         return template
     for markers, own in OWN_TEMPLATES.items():
@@ -98,9 +98,9 @@ def render(
     generate: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Text of a conversation, its begin-of-text token included if the template writes one. `generate` opens the
-    model's turn. tools: what the model may call, for templates that write it.
-    ChatError for messages or a template that cannot be used, or a template that does not end."""
+    """Text of a conversation, with the template's begin-of-text token, if any. generate: append the start of the
+    model's turn. tools: tool descriptions for the template. ChatError for invalid messages, an invalid template, or a
+    template that does not terminate."""
     for index, message in enumerate(messages):
         if not {"role", "content"} <= set(message):
             raise ChatError(f"message {index} needs a role and a content")
@@ -112,7 +112,7 @@ def render(
         "tools": None if tools is None else list(tools),
     }
     most = OUTPUT + 4 * sum(len(text) for text in _texts([*messages, *(tools or ())]))
-    # A template from a file is given a process that can be stopped.
+    # Templates from files run in a process that can be killed.
     return (expand if template in OWN_TEMPLATES.values() else expand_apart)(template, variables, most)
 
 
@@ -123,9 +123,8 @@ def written(
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, str]:
-    """A conversation as the template writes it, and the character that takes apart what looks like a control token
-    inside its messages (`Tokenizer.encode`: guard). Takes a while: a template from a file runs in a process of its
-    own."""
+    """(rendered conversation, guard character that escapes control tokens inside messages: `Tokenizer.encode`). Slow: a
+    template from a file runs in a separate process."""
     bos_id = tokenizer.vocabulary.bos_id
     bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
     guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [template or ""]))
@@ -141,14 +140,14 @@ def encode(
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Ids of a conversation that the model is to continue, with exactly one begin-of-text token. Control tokens
-    inside the messages and the tools are ordinary text unless `parse_special`."""
+    """Ids of a conversation for generation, with exactly one begin-of-text token. Control tokens inside messages and
+    tools are ordinary text unless `parse_special`."""
     text, guard = written(tokenizer, messages, template, parse_special, tools)
     return tokenizer.encode(text, parse_special=True, guard=guard)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in lists and objects, the names of objects' fields too."""
+    """Every string in nested lists and objects, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -158,13 +157,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _guard(texts: Iterable[str]) -> str:
-    """A character that no text has: one of Unicode's that stand for nothing."""
+    """A Unicode noncharacter that occurs in none of the texts."""
     used = set(chain.from_iterable(texts))
     return next(c for c in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))) if c not in used)
 
 
 def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
-    """A value whose texts are quoted, for templates that write them next to others."""
+    """Quote all strings of a value, for templates that concatenate them with other text."""
     if isinstance(value, str):
         return tokenizer.quote(value, guard, joined=True)
     if isinstance(value, Mapping):
@@ -173,8 +172,8 @@ def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
 
 
 def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
-    """Whatever a message says but its role. In what the model itself has said, marks that print stay: templates look
-    for them, to cut thoughts."""
+    """Quote all fields of a message except its role. Model messages keep printed marks, by which templates remove
+    thoughts."""
     content, marks = message.get("content"), message.get("role") not in OWN_ROLES
     other = {k: v if k == "role" else _nested(tokenizer, v, guard) for k, v in message.items() if k != "content"}
     if isinstance(content, str):

@@ -1,8 +1,8 @@
-"""A checkpoint's chat template, in jinja2's sandbox and in a process of its own.
+"""Expand a checkpoint's chat template in jinja2's sandbox, in a separate process.
 
-The sandbox keeps a template from Python's internals; it cannot keep it from looping for ever or from asking for a
-terabyte. So templates from files are expanded by a worker (`python -m hybrid.text.chat_template`; template_worker.py)
-with bounded time, memory and output. The project's own templates need none of that and are expanded in place.
+The sandbox protects Python's internals but limits neither time nor memory. Templates from files are therefore expanded
+by a worker (`python -m hybrid.text.chat_template`; template_worker.py) with bounded time, memory and output. The
+project's own templates are expanded in this process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any, NoReturn
 from hybrid.text.template_worker import IDLE, Late, Pool
 
 SECONDS = 10.0
-"""Wall time of a template, a worker's start included (a tenth of a second)."""
+"""Timeout of a template, a worker's start included."""
 MEMORY = 1 << 30
 OUTPUT = 1 << 20
-"""Characters that a template may add to the messages' own."""
+"""Most characters that a template adds to the messages."""
 
 
 class ChatError(ValueError):
-    """The messages or the template cannot be used; says why in one line."""
+    """Invalid messages or template; the message is one line."""
 
 
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
-    """A template ready to be expanded, which takes longer than expanding it; the sandbox's environment cannot be
-    changed by it."""
+    """A compiled template, cached since compilation is slower than expansion. Templates cannot modify the sandbox's
+    environment."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -43,8 +43,8 @@ def _compiled(template: str) -> Any:
 
 
 def expand(template: str, variables: Mapping[str, Any], most: int) -> str:
-    """Text of a Jinja template, expanded here. ChatError where it fails, refuses or writes more than `most`
-    characters; nothing bounds its time."""
+    """Expand a Jinja template in this process, without a time limit. ChatError if it fails, raises an exception or
+    writes more than `most` characters."""
     from jinja2 import TemplateError
 
     out, length = [], 0
@@ -78,7 +78,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def expand_apart(template: str, variables: Mapping[str, Any], most: int, seconds: float = SECONDS) -> str:
-    """The same in another process: ChatError also after `seconds`, and where it needs more than MEMORY bytes."""
+    """`expand` in a worker process: ChatError also after `seconds` and beyond MEMORY bytes."""
     job = {"template": template, "variables": variables, "most": most, "seconds": seconds}
     try:
         answer = _pool.run(job, seconds)
@@ -100,11 +100,10 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _limit(seconds: float) -> None:
-    """Memory and time of the next job by the kernel, where there are such limits: they hold even when the parent is
-    gone."""
+    """Set kernel limits of memory and CPU time for the next job, if supported. They hold even if the parent exits."""
     try:
         import resource
-    except ImportError:  # not on Windows: there the parent's clock is the limit
+    except ImportError:  # Windows: only the parent's timeout applies
         return
     spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     for kind, value in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CPU, int(spent + seconds) + 2)):
@@ -114,8 +113,8 @@ def _limit(seconds: float) -> None:
 
 
 def main() -> int:
-    """A worker (template_worker.py): jobs on standard input until it ends or none comes for a while, answers on
-    standard output."""
+    """A worker (template_worker.py): reads jobs on standard input until its end or an idle timeout, and writes answers
+    to standard output."""
     import jinja2.sandbox  # noqa: F401 (before the first job)
 
     while True:

@@ -1,12 +1,10 @@
-"""Grammars over one vocabulary, each in a process of its own: what a grammar does to its process costs nobody else
-anything.
+"""Grammar processes for one vocabulary: each grammar runs in a separate process and can crash only that.
 
     python -m hybrid.text.grammar_worker FD
 
 The parent (hybrid/serve/grammars.py) sends its tokenizer once. This process builds llguidance's tokenizer from it and
-forks a child for each grammar, over which the parent then talks to that child alone. A child compiles its grammar,
-keeps a matcher for each sequence, and computes masks; memory and processor time are bounded by the kernel. A child ends
-when its socket is closed.
+forks a child for each grammar, with a socket to the parent. A child compiles its grammar, keeps a matcher for each
+sequence, and computes masks. The kernel limits its memory and CPU time. It exits when its socket is closed.
 """
 
 from __future__ import annotations
@@ -25,22 +23,21 @@ from typing import Any
 from hybrid.text.tokenizer import CONTROL, UNKNOWN, Tokenizer
 
 HEAD = struct.Struct("<cIII")
-"""Of a message: operation, sequence, argument, bytes that follow."""
+"""Message header: operation, sequence, argument, length of the body."""
 COMPILE, COPY, ACCEPT, MASK, FREE = b"C", b"N", b"A", b"M", b"X"
-"""Compile one of several grammars, the first that can be; make sequence `argument` from another; a token is next, then
-a mask; a mask; forget a sequence. Sequence 0 is the grammar in its first state."""
+"""Requests: compile the first valid grammar; copy a sequence to `argument`; accept a token and compute the mask;
+compute the mask; free a sequence. Sequence 0 is the initial state."""
 COMPILED, ALLOWED, ENDED, FAILED = b"c", b"m", b"e", b"f"
-"""Answers: JSON of what was compiled; a mask; nothing but an end of text; an error. `argument` is that of the
-question."""
+"""Answers: compiled (JSON); a mask; only end-of-text is allowed; an error. `argument` is the request's."""
 SECONDS = 10.0
-"""Processor time of one question."""
+"""CPU time limit of a request."""
 MEMORY = 512 << 20
-"""Bytes that a grammar may add to its process."""
+"""Most bytes that a grammar adds to its process."""
 FORK, KILL = b"F", b"K"
 
 
 def receive(connection: socket.socket, n: int) -> bytes:
-    """Exactly n bytes; EOFError where the other side has gone."""
+    """Receive exactly n bytes. EOFError if the peer has closed the connection."""
     parts = []
     while n:
         part = connection.recv(min(n, 1 << 20))
@@ -52,8 +49,8 @@ def receive(connection: socket.socket, n: int) -> bytes:
 
 
 class Vocabulary:
-    """A tokenizer as llguidance asks for it. special: tokens that grammars name by their ids and that are never part of
-    a text."""
+    """Adapter of a tokenizer for llguidance. special: tokens that grammars refer to by id and that are never part of a
+    text."""
 
     def __init__(self, tokenizer: Tokenizer, special: Iterable[int]) -> None:
         t = self._tokenizer = tokenizer
@@ -73,7 +70,7 @@ class Vocabulary:
 
 
 def _virtual_and_resident() -> tuple[int, int]:
-    """Bytes of this process; 0 where the system does not say."""
+    """(virtual, resident) bytes of this process; 0 if unknown."""
     try:
         with open("/proc/self/statm") as f:
             pages = f.read().split()
@@ -83,7 +80,7 @@ def _virtual_and_resident() -> tuple[int, int]:
 
 
 class Child:
-    """One grammar. tokenizer: llguidance's."""
+    """A grammar process. tokenizer: llguidance's."""
 
     def __init__(self, connection: socket.socket, tokenizer: Any) -> None:
         import resource
@@ -124,7 +121,7 @@ class Child:
             made = self._matcher(self._tokenizer, self._matcher.grammar_from_lark(lark), log_level=0)
             trial = made.deep_copy()
             if not made.is_error():
-                trial.compute_bitmask()  # some grammars are too large only once they are followed
+                trial.compute_bitmask()  # some grammars exceed limits only when a mask is computed
             if not (made.is_error() or trial.is_error()):
                 self._sequences[0] = made
                 memory = max(0, _virtual_and_resident()[1] - self._before)
@@ -157,7 +154,7 @@ def main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         (length,) = struct.unpack("<Q", receive(control, 8))
-        vocabulary = Vocabulary(*pickle.loads(receive(control, length)))  # the parent's own
+        vocabulary = Vocabulary(*pickle.loads(receive(control, length)))  # trusted: sent by the parent
     except EOFError:
         return 0
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.ends)

@@ -1,4 +1,4 @@
-"""Merges as scores: for formats that have only scores (SentencePiece's file, GGUF's `llama`)."""
+"""Convert BPE merges to scores, for formats that have only scores (SentencePiece's file, GGUF's `llama`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from hybrid.text.tokenizer import NORMAL, UNUSED, USER_DEFINED, TokenizerError, 
 
 
 def with_scores(v: Vocabulary) -> Vocabulary:
-    """The vocabulary with scores in place of merges, giving the same ids; `v` itself where it has none.
+    """An equivalent vocabulary with scores instead of merges; `v` itself if it has no merges.
 
-    A score ranks a piece, however it is put together; a merge ranks one pair. They say the same when every pair of
-    pieces that makes a piece is a merge, and the merges of a piece follow one another: converters from
-    SentencePiece write them so. TokenizerError for other lists.
+    A score ranks a piece, a merge ranks a pair. They are equivalent if every pair that forms a piece is a merge and the
+    merges of each piece are consecutive, as SentencePiece's converters write them. TokenizerError for other lists.
     """
     if v.merges is None:
         return v
-    cut = {p for p, t in zip(v.pieces, v.types, strict=True) if t == USER_DEFINED}  # never left to the merges
+    cut = {p for p, t in zip(v.pieces, v.types, strict=True) if t == USER_DEFINED}  # never formed by merges
     known = {p for p, t in zip(v.pieces, v.types, strict=True) if t in (NORMAL, UNUSED) and " " not in p}
     listed = set(v.merges)
     for piece in known:

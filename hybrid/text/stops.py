@@ -1,4 +1,4 @@
-"""Stop strings in a stream: text is passed on as soon as it cannot be the beginning of one."""
+"""Stop strings in a stream: text is released as soon as it cannot be a prefix of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopFilter:
-    """Cuts a stream before the first stop string. `stopped` is the one that was found."""
+    """Cuts a stream before the first stop string. `stopped`: the stop string that was found."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         stops = tuple(stops)
@@ -20,8 +20,8 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The part of everything so far that can be passed on now. All pieces together are the text before the stop
-        string that begins first (of those that begin together the shortest), however the text is cut into pieces."""
+        """Add text and return the part that can be released. All parts joined are the text before the earliest stop
+        string (the shortest at a tie), independent of the pieces."""
         if not self.stops:
             return text
         if self.stopped is not None:
@@ -29,7 +29,7 @@ class StopFilter:
         self._held += text
         begun = self._begun()
         found = self._first()
-        if found is None or begun < found[0]:  # one that began earlier may still end
+        if found is None or begun < found[0]:  # an earlier one may still be completed
             out, self._held = self._held[:begun], self._held[begun:]
             return out
         at, self.stopped = found
@@ -37,17 +37,17 @@ class StopFilter:
         return out
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream: a stop string inside of one that did not end stops it now."""
+        """The buffered rest at the end of the stream, cut at a stop string inside an incomplete one."""
         at, self.stopped = self._first() or (len(self._held), self.stopped)
         out, self._held = self._held[:at], ""
         return out
 
     def _first(self) -> tuple[int, str] | None:
-        """Where the first stop string of what is held begins, and the shortest that begins there."""
+        """(position, string) of the first stop string in the buffer, the shortest at a tie."""
         found = [(self._held.find(s), s) for s in self.stops if s in self._held]
         return min(found, key=lambda f: (f[0], len(f[1])), default=None)
 
     def _begun(self) -> int:
-        """Where the earliest stop string begins that what is held may still become."""
+        """Position of the first incomplete stop string in the buffer."""
         ends = (n for s in self.stops for n in range(1, len(s)) if self._held.endswith(s[:n]))
         return len(self._held) - max(ends, default=0)

@@ -1,11 +1,9 @@
-"""Processes that expand chat templates, kept warm: starting one costs a tenth of a second, a job on a warm one about a
-millisecond.
+"""Pool of warm worker processes that expand chat templates: starting one takes far longer than a job.
 
-A job is a line of JSON, and so is its answer. A worker has one job at a time, bounded in processor time and memory by
-the kernel where it can be, and by the clock of whoever waits; one that is late is killed, one that has had nothing to
-do for IDLE seconds ends by itself, and at most KEPT wait for work. Who finds all of them busy waits about as long as
-starting another would take, and only then starts one: many short jobs at once are done by few workers, and a long one
-holds nobody up. Workers belong to the process that started them: a forked child starts its own.
+A job and its answer are lines of JSON. A worker runs one job at a time. The kernel limits its CPU time and memory where
+supported, and a worker is killed at its job's timeout. A worker exits after IDLE seconds without work; at most KEPT are
+idle. If all are busy, a job waits START seconds before it starts another worker, so that few workers run many short
+jobs and a long job blocks none. A forked child process has its own pool.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ from typing import Any
 IDLE = 60.0
 KEPT = 2
 START = 0.2
-"""Seconds that a job waits for a worker that others use."""
+"""Seconds that a job waits for a busy worker."""
 
 
 class Late(Exception):
-    """The job took longer than it may."""
+    """The job timed out."""
 
 
 class Worker:
-    """One process. jobs: how many it has done."""
+    """A worker process. jobs: number of completed jobs."""
 
     def __init__(self) -> None:
         search = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -46,7 +44,8 @@ class Worker:
         self.jobs = 0
 
     def run(self, job: bytes, seconds: float) -> dict[str, Any]:
-        """The answer. Late; OSError where the process has ended, with its last words."""
+        """Run a job; returns its answer. Raises Late; OSError with the last line of stderr if the process has
+        exited."""
         late = threading.Event()
 
         def stop() -> None:
@@ -76,27 +75,27 @@ class Worker:
         raise OSError(last[-1] if last else f"exit code {code}")
 
     def close(self) -> None:
-        """End the process and let go of its pipes."""
+        """Kill the process and close its pipes."""
         self._process.kill()
         self._process.wait()
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the pipes alone: in a forked child the process is the parent's."""
+        """Close the pipes only: in a forked child the process belongs to the parent."""
         for pipe in (self._process.stdin, self._process.stdout, self._said):
-            with contextlib.suppress(OSError):  # what could not be written any more
+            with contextlib.suppress(OSError):  # unwritten data
                 pipe.close()  # type: ignore[union-attr]
 
 
 class Pool:
-    """Workers without a job. For any thread."""
+    """Idle workers. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed, self._free, self._owner = threading.Condition(), list[Worker](), os.getpid()
         self._busy = 0
 
     def run(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """On a worker that waits, or a new one. Late, OSError."""
+        """Run a job on an idle or new worker. Raises Late, OSError."""
         packed = json.dumps(job).encode()
         while True:
             worker = self._take()
@@ -105,7 +104,7 @@ class Pool:
                 answer = worker.run(packed, seconds)
                 whole = True
             except OSError:
-                if kept:  # it had ended while nobody asked
+                if kept:  # it had exited while idle
                     continue
                 raise
             finally:
@@ -113,7 +112,7 @@ class Pool:
             return answer
 
     def close(self) -> None:
-        """End those that wait."""
+        """Stop the idle workers."""
         with self._changed:
             free, self._free = self._free, []
         for worker in free:
@@ -133,7 +132,7 @@ class Pool:
             raise
 
     def _give(self, worker: Worker | None, whole: bool) -> None:
-        """Back from a job; whole: it can do another."""
+        """Return a worker after a job. whole: it can run another."""
         with self._changed:
             mine = self._owner == os.getpid()
             self._busy -= mine
@@ -145,7 +144,7 @@ class Pool:
             worker.close()
 
     def after_fork(self) -> None:
-        """In a forked child: forget the parent's."""
+        """In a forked child: drop the parent's workers."""
         for worker in self._free:
             worker.drop()
         self._changed, self._free, self._owner, self._busy = threading.Condition(), [], os.getpid(), 0

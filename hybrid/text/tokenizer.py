@@ -1,9 +1,9 @@
-"""SentencePiece BPE with byte fallback: one engine for tokenizer.model, tokenizer.json and GGUF's tokenizer.ggml.*.
+"""SentencePiece BPE with byte fallback, for tokenizer.model, tokenizer.json and GGUF's tokenizer.ggml.*.
 
-Encoding: user-defined pieces (and control tokens, when asked) are cut out first, longest at each place; spaces
-become U+2581; then the best adjacent pair is merged, leftmost at a tie, until nothing merges; characters left over
-become byte pieces. The best pair is the one whose union is the piece of highest score, or, where a file lists merges
-instead of scores, the one listed first. Ids equal sentencepiece's for the same vocabulary.
+Encoding splits off user-defined pieces (and control tokens, if requested), longest match first. Spaces become U+2581.
+Then the best adjacent pair is merged, leftmost at a tie, until none is left. Remaining characters become byte pieces.
+The best pair forms the piece with the highest score, or is the first in the list of merges. Ids equal sentencepiece's
+for the same vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbe
 SPACE = "\u2581"
 TURN_ENDS = ("<end_of_turn>", "<turn|>")
 END_TEXTS = ("<eos>", *TURN_ENDS, "<|tool_response>")
-"""The last: a model of Gemma 4 writes it where it waits for a tool's result."""
+"""<|tool_response>: Gemma 4 generates it to wait for a tool's result."""
 MARKERS = (
     "<start_of_turn>",
     "<end_of_turn>",
@@ -39,8 +39,8 @@ MARKERS = (
     "<|audio|>",
     "<|video|>",
 )
-"""Control tokens of Gemma by their text: some writers give them another type. Gemma 4's marks of thoughts and tool
-calls are not among them: its files type them so that they print."""
+"""Gemma's control tokens by text, since some files have another type for them. Gemma 4's marks of thoughts and tool
+calls are excluded: they are printed."""
 PRINTED_MARKS = (
     "<|channel>",
     "<channel|>",
@@ -50,24 +50,24 @@ PRINTED_MARKS = (
     "<tool_response|>",
     '<|"|>',
 )
-"""These: user-defined pieces that only a template and the model write, and that a message holds as text (`quote`)."""
+"""Those marks: user-defined pieces, escaped in messages (`quote`)."""
 _CACHED_WORDS = 1 << 16
 _LONG_WORD = 4096
-"""Characters; longer words are not remembered."""
+"""Characters; longer words are not cached."""
 _PART = 4096
-"""Ids, or merges, after which `encode_parts` lets its caller go on."""
+"""Ids or merges between two yields of `encode_parts`."""
 
 
 class TokenizerError(ValueError):
-    """The vocabulary cannot be used, or an id is not in it."""
+    """Invalid vocabulary, or an id outside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Pieces by id, in SentencePiece's form: U+2581 for a space (bytes that are not UTF-8 as surrogate escapes).
 
-    A user-defined piece that holds real spaces can be decoded but never encoded, as in SentencePiece.
-    `merges` ("left right", the first to be applied first) takes the place of the scores where a file has them.
+    A user-defined piece with real spaces can be decoded but never encoded, as in SentencePiece.
+    `merges` ("left right", by priority) replace the scores if present.
     `add_bos`: whether texts begin with the begin-of-text token.
     """
 
@@ -98,7 +98,7 @@ class Vocabulary:
                 raise TokenizerError(f"{name} {value} is outside the {n} tokens")
 
     def first(self, n: int) -> Vocabulary:
-        """The first `n` pieces: files may list tokens for which the model has no embedding."""
+        """The first `n` pieces: files may list tokens without an embedding."""
         if n >= len(self.pieces):
             return self
         kept = set(self.pieces[:n])
@@ -107,10 +107,10 @@ class Vocabulary:
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_ids` ends a generation: the file's ids and the pieces of END_TEXTS.
+    """Encodes text and decodes ids. `eos_ids`: end-of-text tokens, the file's and the pieces of END_TEXTS.
 
-    rows: rows of the embedding, where they are more than the pieces; ids between the two print nothing.
-    markers: texts of pieces that are control tokens whatever their type says (so are bos, eos and pad).
+    rows: rows of the embedding, if more than the pieces; the additional ids decode to nothing.
+    markers: texts of pieces that are control tokens regardless of their type, like bos, eos and pad.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class Tokenizer:
         self._ids = {p: i for i, (p, t) in enumerate(zip(v.pieces, v.types, strict=True)) if t != BYTE}
         self.eos_ids = frozenset(ends | {self._ids[t] for t in END_TEXTS if t in self._ids})
         self.types = _effective_types(v, self._ids, markers)
-        """Of the pieces, as they are used."""
+        """Effective types of the pieces."""
         mergeable = (NORMAL, USER_DEFINED, UNUSED)
         self._mergeable = {
             p: i
             for i, p in enumerate(v.pieces)
             if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
         }
-        # What a pair is looked up by: its union, or both halves with a space between.
+        # Key of a pair: its concatenation, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
         if v.merges is None:
             self._order: dict[str, float] = {p: -v.scores[i] for p, i in self._mergeable.items()}
@@ -150,27 +150,27 @@ class Tokenizer:
             _Cutter(control | marks),
             _Cutter({p: i for p, i in user.items() if p not in marks}),
         )
-        # Where no piece has a space after another character, no merge crosses the start of a word: words are
-        # merged one by one, and remembered.
+        # If no piece has a space after another character, merges never cross word boundaries: words are encoded
+        # separately and cached.
         self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
         self._words: dict[str, tuple[int, ...]] = {}
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest piece: a text of n characters has at least n / longest tokens."""
+        """Characters of the longest piece; a text of n characters has at least n / longest tokens."""
         return max(map(len, self.vocabulary.pieces))
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> list[int]:
-        """Ids of `text`, after the begin-of-text id if `bos` (never twice). `parse_special` also recognises control
-        tokens by their text, except those that `quote` took apart with the character `guard`; otherwise they are
-        ordinary characters. Lone surrogates count as U+FFFD. TypeError for what is no str."""
+        """Ids of `text`. bos: prepend the begin-of-text id, unless present. parse_special: recognise control tokens by
+        their text, except those that `quote` has escaped with `guard`. Lone surrogates become U+FFFD. TypeError if text
+        is not a str."""
         return [i for part in self.encode_parts(text, bos, parse_special, guard) for i in part]
 
     def encode_parts(
         self, text: str, bos: bool = True, parse_special: bool = False, guard: str = ""
     ) -> Iterator[list[int]]:
-        """`encode` in parts that each take a few milliseconds, some of them empty: so that long texts can take turns,
-        and end where they are too long. Arguments and errors as of `encode`."""
+        """`encode` in parts of a few milliseconds each, possibly empty, so that callers can interleave or abort long
+        texts. Arguments and errors as of `encode`."""
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, not {type(text).__name__}")
         first = [self.bos_id] if bos and self.bos_id is not None else []
@@ -208,8 +208,8 @@ class Tokenizer:
         yield ids
 
     def quote(self, text: str, guard: str, *, joined: bool = False, marks: bool = True) -> str:
-        """`text` with its control tokens taken apart by the character `guard`, for `encode`, and with `marks` those of
-        PRINTED_MARKS too. `joined`: also what may become one when other text is appended."""
+        """Escape the control tokens in `text` with the character `guard`, for `encode`. marks: also PRINTED_MARKS.
+        joined: also prefixes of control tokens, which appended text could complete."""
         cutter = self._quoted if marks else self._control
         if joined:
             firsts = "".join(re.escape(c) for c in sorted(cutter.firsts))
@@ -222,11 +222,11 @@ class Tokenizer:
         return "".join(out)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; control and unknown tokens print nothing, bytes that are not UTF-8 become U+FFFD."""
+        """Text of `ids` without control and unknown tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def whole_text(self, token: int) -> str | None:
-        """What a token prints; None where that is not whole characters. TokenizerError as for `token_bytes`."""
+        """A token's text; None if it is not complete characters. TokenizerError as of `token_bytes`."""
         if token not in self._texts:
             try:
                 self._texts[token] = self.token_bytes(token).decode("utf-8")
@@ -235,8 +235,8 @@ class Tokenizer:
         return self._texts[token]
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token prints: nothing for control tokens and for rows of the embedding beyond the pieces.
-        TokenizerError for an id outside both."""
+        """A token's bytes; empty for control tokens and for rows of the embedding beyond the pieces. TokenizerError for
+        other ids."""
         if not 0 <= token < self.n_rows:
             raise TokenizerError(f"token id {token} is outside 0..{self.n_rows - 1}")
         if token >= self.n_tokens:
@@ -249,11 +249,11 @@ class Tokenizer:
         return piece.replace(SPACE, " ").encode("utf-8", "surrogateescape")
 
     def token_id(self, piece: str) -> int | None:
-        """Id of the token with exactly this text (U+2581 for a space), None where there is none."""
+        """Id of the token with exactly this text (U+2581 for a space), or None."""
         return self._ids.get(piece)
 
     def _plain_parts(self, text: str) -> Iterator[Sequence[int]]:
-        """Ids of text without pieces that are cut out; an empty part after some milliseconds without ids."""
+        """Ids of text without user-defined pieces; yields an empty part after a few milliseconds without ids."""
         for found in _WORDS.finditer(text) if self._by_word else (re.match("(?s).*", text),):
             word = found[0]  # type: ignore[index]
             if len(word) > _LONG_WORD:
@@ -270,12 +270,12 @@ class Tokenizer:
         return found
 
     def _merge(self, text: str) -> Iterator[list[int]]:
-        """BPE over a linked list of symbols with a heap of candidate pairs: O(n log n). Yields empty parts while it
-        works, then the ids."""
+        """BPE over a linked list of symbols with a heap of candidate pairs: O(n log n). Yields empty parts, then the
+        ids."""
         symbols: list[str] = list(text)
         before = list(range(-1, len(text) - 1))
         after = [*range(1, len(text)), -1]
-        heap: list[tuple[float, int, int, int]] = []  # order, left, right, length of the union
+        heap: list[tuple[float, int, int, int]] = []  # order, left, right, length of the concatenation
         order, joint, unused = self._order, self._joint, self._unused
         halves: dict[str, tuple[str, str]] = {}  # of unused pieces, which are split again at the end
 
@@ -301,7 +301,7 @@ class Tokenizer:
             _, left, right, length = heapq.heappop(heap)
             first, second = symbols[left], symbols[right]
             if not first or not second or len(first) + len(second) != length:
-                continue  # a symbol has grown or gone since the pair was seen
+                continue  # stale: a symbol of the pair was merged meanwhile
             symbols[left], symbols[right] = first + second, ""
             after[left] = after[right]
             if after[right] >= 0:
@@ -325,15 +325,15 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text piece by piece: the pieces and `flush()` joined equal `decode` of all ids. A character is never split."""
+    """Incremental decoder: its pieces and `flush()` joined equal `decode` of all ids. Never splits a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._open = False  # whether a character is unfinished
+        self._open = False  # whether a character is incomplete
 
     def push(self, token: int) -> str:
-        """Text that `token` completes; "" while a character is unfinished."""
+        """Text that `token` completes; "" while a character is incomplete."""
         if not self._open and (text := self._tokenizer.whole_text(token)) is not None:
             return text
         text = self._utf8.decode(self._tokenizer.token_bytes(token))
@@ -341,7 +341,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What an unfinished character leaves (U+FFFD); the decoder may be used again afterwards."""
+        """U+FFFD for an incomplete character, else ""; resets the decoder."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         self._open = False
@@ -352,7 +352,7 @@ _WORDS = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
 
 
 class _Cutter:
-    """Splits text at known pieces, the longest at each place, from left to right."""
+    """Splits text at known pieces, longest match first, from left to right."""
 
     def __init__(self, pieces: dict[str, int]) -> None:
         self._pieces = pieces
@@ -366,7 +366,7 @@ class _Cutter:
         self._candidates = re.compile(f"[{firsts}]") if pieces else None
 
     def cut(self, text: str) -> Iterable[tuple[str, int | None]]:
-        """(piece, its id) for known pieces, (text between them, None); no empty ones."""
+        """(piece, id) for known pieces and (text, None) for non-empty text between them."""
         done = 0
         for candidate in self._candidates.finditer(text) if self._candidates else ():
             at = candidate.start()
@@ -385,7 +385,7 @@ class _Cutter:
 
 
 def _effective_types(v: Vocabulary, ids: Mapping[str, int], markers: Iterable[str]) -> tuple[int, ...]:
-    """The file's types, with control tokens that are known by their text or their role."""
+    """The file's types, corrected for control tokens known by text or role."""
     types = list(v.types)
     roles = (v.bos_id, v.eos_id, v.pad_id) if markers else ()
     for index in (*(ids[m] for m in markers if m in ids), *(i for i in roles if i is not None)):
@@ -395,8 +395,8 @@ def _effective_types(v: Vocabulary, ids: Mapping[str, int], markers: Iterable[st
 
 
 def _order_of_merges(v: Vocabulary, mergeable: Mapping[str, int]) -> dict[str, float]:
-    """Rank of each "left right" that text can reach: like scores, merges never make control tokens or bytes.
-    TokenizerError for a merge that makes no piece."""
+    """Rank of each usable "left right": like scores, merges never form control tokens or bytes. TokenizerError for a
+    merge that forms no piece."""
     order: dict[str, float] = {}
     others: set[str] | None = None
     for rank, merge in enumerate(v.merges or ()):

@@ -69,4 +69,4 @@ async def _read(engine: Engine, rows: int, count: int) -> None:
 
     found = await asyncio.gather(*(one(i) for i in range(rows)))
     if set(found) != {count}:
-        raise RuntimeError(f"readers got {sorted(set(found))} tokens, not {count}: the figures are void")
+        raise RuntimeError(f"readers got {sorted(set(found))} tokens, not {count}: the measurement is invalid")

@@ -1,14 +1,14 @@
-// The chat page. Conversations live in this browser's storage; the key lives in the tab alone. What anybody says is put into
-// the page as text (textContent), never as markup.
+// The chat page. Conversations are in this browser's storage, the API key in the tab's only. Messages are inserted as text
+// (textContent), never as markup.
 import { Failure, events, getJson, send } from "/page/server.js";
 import { lasting, list, load, look, migrate, newId, remove, save, saveSetting, settings, tab, watch } from "/page/store.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const FULL = "This browser's storage is full: delete conversations.";
-const PARTIAL = 500; // milliseconds between two writes of an answer that still comes
-let current = null; // the conversation that is shown
-let running = null; // the answer that is awaited: { conversation, turn, former, stop, timer, seen }
+const PARTIAL = 500; // milliseconds between two writes of a partial answer
+let current = null; // the displayed conversation
+let running = null; // the pending answer: { conversation, turn, former, stop, timer, seen }
 
 function make(tag, attributes = {}, text = "") {
   const e = document.createElement(tag);
@@ -23,7 +23,7 @@ function button(text, act, label = text) {
   return b;
 }
 
-/** A button that has no use while an answer comes. */
+/** A button that is disabled while an answer is pending. */
 function idle(made) {
   made.disabled = running !== null;
   return made;
@@ -33,7 +33,7 @@ function say(text, bad = false) {
   const log = $("log"), near = isNearEnd(log);
   $("status").textContent = text;
   $("status").classList.toggle("bad", bad);
-  if (near) log.scrollTop = log.scrollHeight; // a message of two lines takes one from the log
+  if (near) log.scrollTop = log.scrollHeight; // a message of two lines shrinks the log
 }
 
 function isNearEnd(log) {
@@ -83,7 +83,7 @@ function keep(conversation) {
   drawList();
 }
 
-/** Another tab has written the conversation that is shown. */
+/** Handle another tab's write to the displayed conversation. */
 function adopt() {
   if (running || $("log").querySelector("textarea")) return;
   const found = load(current.id);
@@ -99,7 +99,7 @@ function drawList() {
   const heads = list();
   $("delete").hidden = !heads.some((head) => head.id === current.id);
   const drawing = JSON.stringify([current.id, heads.map(({ id, title }) => [id, title])]);
-  if (drawing === drawn) return; // a button that has the focus stays
+  if (drawing === drawn) return; // keep a focused button
   drawn = drawing;
   $("list").replaceChildren(...heads.map(({ id, title }) => {
     const li = make("li"), b = make("button", { type: "button", "aria-current": String(id === current.id) }, title);
@@ -119,7 +119,7 @@ function draw() {
   $("log").scrollTop = $("log").scrollHeight;
 }
 
-/** The same conversation again: whoever reads above its end stays there. */
+/** Redraw the conversation, keeping the scroll position unless at the end. */
 function redraw() {
   const log = $("log"), { scrollTop } = log, near = isNearEnd(log);
   draw();
@@ -188,7 +188,7 @@ async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
-  } catch { // browsers have a clipboard only at https and loopback addresses
+  } catch { // the clipboard API requires https or a loopback address
     return copiedFromField(text);
   }
 }
@@ -233,7 +233,7 @@ function request(turns) {
   return body;
 }
 
-/** Messages that were not answered are one with the next: most templates want roles that alternate. */
+/** Merge unanswered messages with the next: most templates require alternating roles. */
 function alternating(turns) {
   const messages = [];
   for (const { role, content } of turns) {
@@ -244,7 +244,7 @@ function alternating(turns) {
   return messages;
 }
 
-/** `former`: turns which an answer is to replace; they come back if there is none. */
+/** `former`: turns that the answer replaces; restored if there is no answer. */
 async function answer(former = null) {
   const body = request(current.turns), turn = { role: "assistant", content: "", open: true };
   const seen = { first: 0, last: 0, pieces: 0, usage: null, finish: "" };
@@ -256,10 +256,10 @@ async function answer(former = null) {
   busy(true);
   if (!former) keep(current);
   const outcome = await received(body, work);
-  if (running === work) finish(work, outcome); // else it was left
+  if (running === work) finish(work, outcome); // otherwise it was abandoned
 }
 
-/** What to say in the end. */
+/** The final status message. */
 async function received(body, work) {
   try {
     const reply = await send(body, work.stop.signal, () => say("The model is loading: the message is sent as soon as it is ready."));
@@ -289,7 +289,7 @@ function take(event, work) {
   work.timer ||= setTimeout(keepPartial, PARTIAL);
 }
 
-/** So that a reload, or the end of the browser, loses little of an answer that still comes. */
+/** Save a partial answer, so that a reload loses little of it. */
 function keepPartial() {
   if (!running?.turn.content) return;
   clearTimeout(running.timer);
@@ -312,7 +312,7 @@ function finish({ conversation, turn, former, stop, timer, seen }, { text, bad =
   $("text").focus();
 }
 
-/** Ends the answer that is awaited; what came of it stays. */
+/** Stop the pending answer and keep its partial text. */
 function leave(outcome = { text: "Stopped." }) {
   if (running) finish(running, outcome);
 }

@@ -28,7 +28,7 @@ const busy = (now, name, unit) => {
 };
 
 function quantile(now, name, q) {
-  // Of what was observed since the last look; linear within a bucket.
+  // Of observations since the last sample; linear within a bucket.
   const counts = (s) => (s?.series.get(`${name}_bucket`) ?? []).map((b) => [b.labels.le === "+Inf" ? Infinity : Number(b.labels.le), b.value]);
   const old = new Map(counts(before)), fresh = counts(now).map(([le, n]) => [le, n - (old.get(le) ?? 0)]);
   const all = fresh.at(-1)?.[1] ?? 0;

@@ -1,10 +1,10 @@
-// What the pages ask of the server. Whatever goes wrong becomes a Failure, whose message is a sentence to be shown.
+// The pages' requests to the server. Every error becomes a Failure with a message for display.
 import { tab } from "/page/store.js";
 
 const UNREACHABLE = "The server cannot be reached: check that it runs, then try again.";
 const BROKEN = "The connection to the server broke off: check that it runs, then try again.";
 const UNREADABLE = "The server sent something that this page cannot read.";
-const LOOK = 500; // milliseconds between two looks whether the model is loaded
+const LOOK = 500; // milliseconds between two polls of the model's state
 
 export class Failure extends Error {
   constructor(message, { status = 0, code = "", wait = 0 } = {}) {
@@ -18,7 +18,7 @@ function headers() {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
-/** The reply, whatever its status. */
+/** The response, of any status. */
 async function reach(path, options = {}) {
   try {
     return await fetch(path, { ...options, headers: headers() });
@@ -37,7 +37,7 @@ export async function getJson(path) {
   return readable(await getText(path));
 }
 
-/** The word for the model's state: "ready", "loading" and others. */
+/** The model's state, such as "ready" or "loading". */
 export async function readiness() {
   return readable(await whole(await reach("/ready"))).status;
 }
@@ -58,7 +58,7 @@ function readable(text) {
   }
 }
 
-/** The server's own sentence, where there is one: something between may answer in its place. */
+/** The server's error message, if any: a proxy may have answered instead. */
 export async function refusal(reply) {
   const body = await reply.json().catch(() => null);
   const wait = Number(reply.headers.get("retry-after")) || 5;
@@ -69,7 +69,7 @@ function sentence(body) {
   return [body?.error?.message, body?.error, body?.message].find((text) => typeof text === "string" && text.trim());
 }
 
-/** Asks for an answer as a stream. While the model loads, `waiting` is called and the request sent again. */
+/** Request a streamed answer. While the model loads, calls `waiting` and retries. */
 export async function send(body, signal, waiting) {
   for (;;) {
     const reply = await reach("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
@@ -81,7 +81,7 @@ export async function send(body, signal, waiting) {
   }
 }
 
-/** Until the model is loaded, or the time is over for which the server asked. */
+/** Wait until the model is loaded, or for the server's Retry-After. */
 async function ready(wait, signal) {
   for (const end = performance.now() + wait; performance.now() < end; ) {
     await pause(LOOK, signal);
@@ -98,7 +98,7 @@ function pause(time, signal) {
   });
 }
 
-/** The events of a stream, which is whole only if it says that it is done. */
+/** The events of a stream; it is complete only with a final [DONE]. */
 export async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

@@ -1,4 +1,4 @@
-// What this browser keeps. All tabs share the conversations: each has a key of its own, so that no tab writes over another's.
+// Browser storage. All tabs share the conversations. Each conversation has its own key, so that tabs do not overwrite others.
 // A conversation is { id, title, changed, revision, turns }. `changed`, in milliseconds, orders the list. `revision` is new with
 // every write: a tab that holds an older one keeps its turns as a second conversation. What was deleted leaves a mark, so that
 // a tab which still shows it cannot bring it back.
@@ -7,7 +7,7 @@ export const MOST = 200;
 const CONVERSATION = "conversation:", DELETED = "deleted:", SETTINGS = "settings";
 const FORMER = "conversations"; // one list of all, newest first, as earlier pages kept it
 
-/** Stands in where the browser refuses storage: lasts as long as the page. */
+/** Fallback if the browser refuses storage: lasts as long as the page. */
 class Passing {
   #items = new Map();
   get length() { return this.#items.size; }
@@ -27,7 +27,7 @@ function area(name) {
 }
 
 const local = area("localStorage");
-/** What belongs to this tab alone. */
+/** Storage of this tab only. */
 export const tab = area("sessionStorage");
 export const lasting = !(local instanceof Passing);
 
@@ -43,7 +43,7 @@ function parsed(text) {
   }
 }
 
-/** Whether there was room. */
+/** Whether the write succeeded. */
 function write(key, value) {
   try {
     local.setItem(key, JSON.stringify(value));
@@ -58,7 +58,7 @@ function keys(prefix) {
 }
 
 // ---------------------------------------------------------------------------------------------------- conversations
-const heads = new Map(); // by id: what the list shows
+const heads = new Map(); // id -> list entry
 
 function isConversation(value) {
   return typeof value?.id === "string" && Array.isArray(value.turns);
@@ -69,13 +69,13 @@ function note(id, conversation) {
   else heads.delete(id);
 }
 
-/** Look through everything: at the start, and when events may have been missed. */
+/** Rescan all keys: at the start, and after possibly missed events. */
 export function look() {
   heads.clear();
   for (const key of keys(CONVERSATION)) note(key.slice(CONVERSATION.length), parsed(local.getItem(key)));
 }
 
-/** Heads of all conversations, the one that was changed last first. */
+/** Heads of all conversations, most recently changed first. */
 export function list() {
   return [...heads.values()].sort((a, b) => b.changed - a.changed);
 }
@@ -119,13 +119,13 @@ export function remove(id) {
   for (const key of marks.slice(MOST)) local.removeItem(key);
 }
 
-/** Gives each conversation of the former list its own key. False where there is no room: the rest stays in that list. */
+/** Migrate the former list to one key for each conversation. False if storage is full: the rest stays in the list. */
 export function migrate() {
   const rest = parsed(local.getItem(FORMER));
   if (!Array.isArray(rest)) return true;
   for (let changed = Date.now(); rest.length; changed -= 1) {
     if (!moved(rest[0], changed)) {
-      write(FORMER, rest.slice(1)); // makes room: what was moved so far is no longer kept twice
+      write(FORMER, rest.slice(1)); // frees the space of moved conversations
       if (!moved(rest[0], changed)) {
         write(FORMER, rest);
         return false;
@@ -138,7 +138,7 @@ export function migrate() {
   return true;
 }
 
-/** A tab that still runs an earlier page may have gone on with a conversation: the longer one is taken. */
+/** A tab with an earlier version of the page may have continued a conversation: keep the longer one. */
 function moved(former, changed) {
   if (!isConversation(former) || isDeleted(former.id)) return true;
   if ((load(former.id)?.turns.length ?? -1) >= former.turns.length) return true;
@@ -158,7 +158,7 @@ export function saveSetting(name, value) {
 }
 
 // ------------------------------------------------------------------------------------------------------- other tabs
-/** What other tabs do: changed(id), where null stands for any conversation; deleted(id); set() for settings. */
+/** Events of other tabs: changed(id), null for any conversation; deleted(id); set() for settings. */
 export function watch({ changed, deleted, set }) {
   window.addEventListener("storage", ({ storageArea, key, newValue }) => {
     if (storageArea !== local) return;

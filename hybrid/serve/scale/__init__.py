@@ -1,3 +1,3 @@
-"""One server over several engines: a front that routes requests to replicas by their beginnings, so that a conversation
-meets its KV cache again, and sends what a lost replica had not begun to another one. `replicas.py` has Ray run them,
-`ray.py` is the process of the front; nothing else here knows Ray."""
+"""One server over several engines. The front routes requests to replicas by prefix, so that a conversation hits its KV
+cache, and retries requests of a lost replica that have no output yet. Only `replicas.py` (replicas as Ray actors) and
+`ray.py` (the front's process) depend on Ray."""

@@ -1,5 +1,4 @@
-"""A request on its way to a replica, and an application's answer to it, as values that can be sent to another
-process."""
+"""Serialisable HTTP requests and responses, for calls between the front and replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from starlette.types import ASGIApp, Message
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request, its body complete."""
+    """An HTTP request with its complete body."""
 
     method: str
     path: str
@@ -24,15 +23,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer begins with."""
+    """Status and headers of a response."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
 
 
 async def answers(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
-    """An application's answer: a Head, then pieces of the body as they come. Closing the iterator is, to the
-    application, a client that goes away; it returns when the application has ended."""
+    """Run an application on a request: yields a Head, then pieces of the body. Closing the iterator acts as a client
+    disconnect and waits for the application to end."""
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -78,9 +77,9 @@ async def answers(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
     try:
         while (piece := await pieces.get()) is not None:
             yield piece
-        await task  # an error of the application, where there was one
+        await task  # raises the application's error, if any
     finally:
         gone.set()
-        while not pieces.empty():  # whoever waits to put a piece goes on, and sees that nobody reads
+        while not pieces.empty():  # unblocks a waiting producer, which then sees the disconnect
             pieces.get_nowait()
         await asyncio.gather(task, return_exceptions=True)

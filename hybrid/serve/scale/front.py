@@ -1,5 +1,5 @@
-"""The front of several replicas: takes a request, chooses a replica, passes its answer on; tries another one where the
-first was lost before it began to answer."""
+"""The front of several replicas: routes each request to a replica and forwards the response. Retries on another replica
+if the first is lost before its response begins."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from hybrid.serve.scale.routing import Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
 
 PROBE, SLOWEST = 0.5, 10.0
-"""Seconds until a lost replica is looked at first, and at most from one look to the next; each look may take as
-long."""
-HOPS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}  # of one connection only
+"""Seconds until the first health check of a lost replica, and most seconds between checks; also each check's
+timeout."""
+HOPS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}  # hop-by-hop headers
 
 
 class ReplicaGone(Exception):
-    """A replica was lost: what it had not begun to answer may be run elsewhere."""
+    """A replica was lost. A request whose response has not begun may be retried on another."""
 
 
 class Replica(Protocol):
-    """How the front reaches one engine."""
+    """The front's connection to a replica."""
 
     def answer(self, call: Call) -> AsyncIterator[Head | bytes]:
-        """A Head, then the body. ReplicaGone; closing it cancels the request."""
+        """Yield a Head, then the body. Raises ReplicaGone; closing the iterator cancels the request."""
         ...
 
     async def ready(self) -> bool:
-        """Does it take requests? ReplicaGone."""
+        """Whether it accepts requests. Raises ReplicaGone."""
         ...
 
 
 class Front:
-    """An application for every path, of one event loop; `guarded` is what clients may reach."""
+    """The ASGI application of the front, for every path; use it behind `guarded`."""
 
     def __init__(self, replicas: Sequence[Replica], settings: Settings, imbalance: int = 8) -> None:
         self._replicas, self._settings = list(replicas), settings
@@ -56,7 +56,7 @@ class Front:
         self._open = [0] * len(self._replicas)
         self._down: dict[int, asyncio.Task[None]] = {}
         self.rerouted = 0
-        """Requests that a lost replica had not begun and another one took."""
+        """Requests of lost replicas that were retried on another."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -94,12 +94,12 @@ class Front:
             try:
                 head = await anext(answer)
             except ReplicaGone:
-                continue  # _counted has marked it
+                continue  # _counted has marked it as lost
             except StopAsyncIteration:
                 raise unavailable("the replica ended without an answer: try again", "replica_lost") from None
             assert isinstance(head, Head)
             if head.status == 503 and attempt < len(self._replicas) and any(i != replica for i in self._up()):
-                self._lost(replica)  # it loads its model, or stops: not lost, but others are ready
+                self._lost(replica)  # it is loading or stopping: prefer ready replicas
                 await answer.aclose()
                 continue
             if attempt:
@@ -111,7 +111,7 @@ class Front:
         raise unavailable("no replica takes requests at present: try again", "not_ready")
 
     async def _counted(self, replica: int, call: Call) -> AsyncGenerator[Head | bytes, None]:
-        """A replica's answer. One that is lost is marked so; after the head, a stream then ends with an error event."""
+        """A replica's response. Marks a lost replica; if the head was sent, ends a stream with an error event."""
         self._open[replica] += 1
         begun: Head | None = None
         try:
@@ -151,7 +151,7 @@ class Front:
                 return
 
     async def _metrics(self, request: Request) -> Response:
-        """The figures of all replicas that answer, each with its number as a label."""
+        """Metrics of all responding replicas, labelled by replica."""
         found: dict[str, Metric] = {}
         for i in self._up():
             call = Call("GET", "/metrics", headers=tuple(request.headers.raw))
@@ -189,11 +189,11 @@ def _whole(pieces: Sequence[Head | bytes]) -> Response:
 
 
 def guarded(front: Front, settings: Settings) -> ASGIApp:
-    """The front behind the Host header, origin, key, size and pace that every path asks for."""
+    """The front behind the guard's checks: Host header, origin, key, body size and timeout."""
 
     @asynccontextmanager
     async def lifespan(_app: Any) -> AsyncIterator[None]:
         yield
         await front.close()
 
-    return Guard(Router(default=front, lifespan=lifespan), settings, None)  # replicas count
+    return Guard(Router(default=front, lifespan=lifespan), settings, None)  # replicas count requests

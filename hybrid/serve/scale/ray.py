@@ -1,5 +1,5 @@
-"""--ray: the engines are Ray's (hybrid/serve/scale/replicas.py), the socket, the front and the signals are this
-process's, as those of a server with one engine are."""
+"""--ray: engines run as Ray Serve replicas (hybrid/serve/scale/replicas.py). This process has the socket, the front and
+the signal handlers, as in a server with one engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run(
     address: str | None = None,
     access_log: bool = False,
 ) -> int:
-    """Until a signal; the exit code. options: of hybrid.load, without the device. address: a running Ray cluster's
-    (default: one of this process's own). OSError where the port cannot be had."""
+    """Serve until a signal; returns the exit code. options: of hybrid.load, without the device. address: of a running
+    Ray cluster (default: start a local one). OSError if the port cannot be bound."""
     if address is not None and "://" in address:
         raise UsageError(
             f"--ray-address {address}: run on a machine of the cluster and name HOST:PORT of its head, or auto"

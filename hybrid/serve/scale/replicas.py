@@ -1,6 +1,5 @@
-"""Replicas through Ray Serve: one application for each device with one engine in it. Ray starts them, looks whether
-they live, and replaces those that do not. Nothing of them listens for HTTP: the front is another process
-(hybrid/serve/scale/ray.py)."""
+"""Replicas as Ray Serve applications, one engine for each device. Ray starts, health-checks and replaces them. They do
+not listen for HTTP: the front is another process (hybrid/serve/scale/ray.py)."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from hybrid.serve.scale.front import ReplicaGone
 from hybrid.serve.settings import Settings
 
 NAME = "hybrid"
-HEALTH = 5.0  # seconds between Ray's looks at a replica
+HEALTH = 5.0  # seconds between Ray's health checks of a replica
 
 
 class Engine:
-    """A replica: the server's application with one model, in a process of its own."""
+    """A replica: the server's application with one model in a separate process."""
 
     def __init__(self, options: Mapping[str, Any], settings: Settings) -> None:
         self._ended: str | None = None
@@ -58,7 +57,7 @@ class Engine:
         return bool(self._app.state.backend.state == "ready")
 
     def pid(self) -> int:
-        """Of its process."""
+        """The process id."""
         return os.getpid()
 
     async def check_health(self) -> None:
@@ -69,7 +68,7 @@ class Engine:
 
 
 class Remote:
-    """A replica as the front reaches it (hybrid/serve/scale/front.py:Replica)."""
+    """The front's handle of a replica (hybrid/serve/scale/front.py:Replica)."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -100,7 +99,7 @@ class Remote:
 def replicas(
     options: Mapping[str, Any], settings: Settings, devices: Sequence[str], drain: float
 ) -> Iterator[list[Remote]]:
-    """One for each of `devices`, until the block ends. options: of hybrid.load, without the device."""
+    """Context manager of running replicas, one for each device. options: of hybrid.load, without the device."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     engine = serve.deployment(
         Engine,
@@ -108,7 +107,7 @@ def replicas(
         num_replicas=1,
         max_ongoing_requests=int(options["slots"]) + int(options["queue"]) + 64,
         graceful_shutdown_timeout_s=drain,
-        graceful_shutdown_wait_loop_s=0.1,  # the front has seen requests end before
+        graceful_shutdown_wait_loop_s=0.1,  # the front has already drained requests
         health_check_period_s=HEALTH,
         ray_actor_options={"num_cpus": 0},
     )
@@ -122,4 +121,4 @@ def replicas(
         yield [Remote(handle) for handle in serve.run_many(targets)]
     finally:
         for name in names:
-            serve.delete(name)  # alone: a cluster that was joined may serve others
+            serve.delete(name)  # only this one: a shared cluster may serve other applications

@@ -1,8 +1,7 @@
-"""Which replica a request goes to. Plain host code, without I/O.
+"""Prefix-aware routing of requests to replicas. No I/O.
 
-A request's beginning is cut into pieces, each with a key that follows from all pieces up to it, as the blocks of the
-prefix cache have (hybrid/engine/blocks.py). The replica that ran the longest part of it last has that part in its KV
-cache.
+A prompt is cut into pieces with chained hashes, as are the blocks of the prefix cache (hybrid/engine/blocks.py). The
+replica that last ran the longest common prefix has it in its KV cache.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pydantic_core import from_json
 PIECE = 128
 """Characters of a piece: about the tokens of one cache block."""
 PIECES = 512
-"""Of a beginning that are looked at: longer ones differ in these or do not matter."""
+"""Most pieces of a prompt that are hashed."""
 LOOKED = 2 * PIECES * PIECE
-"""Bytes of a body that are read for it, whatever is in them: milliseconds of the event loop."""
+"""Most bytes of a body that are read, which bounds the time on the event loop."""
 
 
 def beginning(path: str, body: bytes) -> str:
-    """What an engine would compute first, as text that a longer conversation begins with too; empty where the body is
-    none of a request for text. Never raises: replicas refuse what is wrong."""
+    """The prompt prefix of a request as text, a prefix also of the continued conversation's; empty for other requests.
+    Never raises: replicas refuse invalid requests."""
     try:
         said = from_json(body[:LOOKED], allow_partial="trailing-strings" if len(body) > LOOKED else "off")
         if not isinstance(said, dict):
@@ -39,11 +38,11 @@ def beginning(path: str, body: bytes) -> str:
         return ""
     return (
         path + "".join(before) + (last[:-1] if isinstance(rest, (list, str)) else last)
-    )  # a longer one does not end here
+    )  # a longer conversation continues here
 
 
 def keys_of(text: str) -> tuple[bytes, ...]:
-    """The chained key of each whole piece of a beginning, the first piece's first."""
+    """The chained hash of each whole piece of a prefix, in order."""
     keys, last = [], b""
     for at in range(0, min(len(text), PIECES * PIECE) - PIECE + 1, PIECE):
         last = hashlib.blake2b(last + text[at : at + PIECE].encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -52,9 +51,8 @@ def keys_of(text: str) -> tuple[bytes, ...]:
 
 
 class Routes:
-    """Who ran what, for `replicas` replicas. remembered: keys that are kept, the least recently used go first.
-    imbalance: a replica with so many more open requests than the least busy one is passed over, whatever it has
-    cached."""
+    """Routing table of `replicas` replicas. remembered: capacity of the LRU table of keys. imbalance: skip a replica
+    with this many more open requests than the least busy one, regardless of its cache."""
 
     def __init__(self, replicas: int, remembered: int = 1 << 18, imbalance: int = 8) -> None:
         if replicas < 1 or remembered < 1 or imbalance < 1:
@@ -64,7 +62,7 @@ class Routes:
         self._turn = 0
 
     def choose(self, keys: Sequence[bytes], load: Sequence[int | None]) -> int | None:
-        """The replica for a request, by the open requests of each (None: it is down); None where all are down."""
+        """The replica for a request, or None if all are down. load: open requests of each replica; None: down."""
         up = [i for i, n in enumerate(load) if n is not None]
         if not up:
             return None
@@ -77,7 +75,7 @@ class Routes:
         return min(up, key=lambda i: (load[i] or 0, (i - self._turn) % self.replicas))
 
     def ran(self, keys: Sequence[bytes], replica: int) -> None:
-        """A request with these keys has begun on a replica."""
+        """Record that a replica runs a request with these keys."""
         for key in keys:
             self._ran[key] = replica
             self._ran.move_to_end(key)
@@ -85,6 +83,6 @@ class Routes:
             self._ran.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """It was lost, and its cache with it."""
+        """Drop the keys of a lost replica."""
         for key in [k for k, r in self._ran.items() if r == replica]:
             del self._ran[key]
