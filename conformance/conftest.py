@@ -1,13 +1,12 @@
 """Fixtures and profiles of the suite.
 
-HYBRID_CONFORMANCE=long        many random examples, every named workload and dtype combination
-HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds
-(conformance/support/profile.py) HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
-HYBRID_REQUIRE_COMPILER=1      so is a missing shader compiler, which mutated and new shaders need, or a missing C++
-compiler HYBRID_VULKAN_DEVICE=vulkan:1  which one
-HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
-HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape
-(conformance/support/rough.py)
+HYBRID_CONFORMANCE=long         many random examples, every named workload and dtype combination
+HYBRID_CONFORMANCE=quick        a share of each test's parameters, no slow tests (conformance/support/profile.py)
+HYBRID_REQUIRE_VULKAN=1         a missing Vulkan device is a failure, not a skip
+HYBRID_REQUIRE_COMPILER=1       so is a missing shader compiler (for mutated and new shaders) or C++ compiler
+HYBRID_VULKAN_DEVICE=vulkan:1   the Vulkan device to test
+HYBRID_VULKAN_VALIDATION=1      with the validation layer; any message fails the test in which it appears
+HYBRID_ROUGH_PRODUCTS=1         cpu's products sum in an order that depends on their shape (conformance/support/rough.py)
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ settings.register_profile("trial", settings.get_profile("ci"), phases=[Phase.exp
 settings.load_profile(PROFILE)
 
 
-# Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled
-# once.
+# Mesa caches compiled kernels in XDG_CACHE_HOME, which some tests move: the shared part is compiled once.
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-# Compiling a tile kernel of the NPU takes longer than most of what tests do with it; inlining costs nothing there.
+# Compiling a tile kernel of the NPU takes longer than most tests' use of it; inlining saves nothing there.
 os.environ.setdefault("CXXFLAGS", "-Og -finline-small-functions -finline-functions")
 if rough.wanted():
     rough.install()
@@ -54,14 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # thousands of tests and modules that stay: no collection looks through them, which would take a third of a second
+    # freeze thousands of tests and modules: otherwise each collection scans them, which takes a third of a second
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With --junitxml: which kernels were proved, on which device, by which command (perf.record asks). Said by the
-    process that writes the file, so that a run on many processes says it too."""
+    """With --junitxml, record which kernels were proved, on which device, by which command (read by perf.record). The
+    process that writes the file records it, so that a run on many processes has it too."""
     xml = session.config.stash.get(xml_key, None)
     if xml is None:
         return
@@ -72,7 +70,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     try:
         device = select(list_devices(), os.environ.get("HYBRID_VULKAN_DEVICE", "auto"))
     except VulkanUnavailable:
-        return  # the file then proves no kernel, and perf.record says what is missing
+        return  # the file then proves no kernel, and perf.record reports what is missing
     xml.add_global_property("device", device.name)
     xml.add_global_property("kernels", kernels_digest())
     xml.add_global_property("command", " ".join(["python -m pytest", *session.config.invocation_params.args]))
@@ -89,7 +87,8 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def _compiled() -> Iterator[None]:
-    """A simulated NPU's kernels are compiled where they are first asked for: without a compiler a test ends there."""
+    """Skip the test at its first tile kernel where no compiler is installed: a simulated NPU compiles kernels on
+    demand."""
     try:
         return (yield)
     except RuntimeError as error:
@@ -100,10 +99,10 @@ def _compiled() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Where the part that needs matrix units ran, if it did not run here."""
+    """Report where the tests of matrix units ran, if they did not run here."""
     skipped = terminalreporter.stats.get("skipped", [])
     if not skipped:
-        return  # the records take longer to read than a mutant's tests to run
+        return  # reading the records takes longer than running a mutant's tests
     from conformance.support import units
 
     if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
@@ -122,20 +121,20 @@ def open_devices() -> Iterator[Devices]:
 
 @pytest.fixture
 def devices(open_devices: Devices) -> Iterator[Devices]:
-    """The session's devices; whatever the validation layer says during a test fails that test."""
+    """The session's devices. Any message of the validation layer during a test fails that test."""
     yield open_devices
     open_devices.inspect()
 
 
 @pytest.fixture
 def matrices(devices: Devices, request: pytest.FixtureRequest) -> MatrixDevices:
-    """Vulkan devices with matrix units, also where there is no such GPU."""
+    """Vulkan devices with matrix units: this machine's, else interpreted ones."""
     return MatrixDevices(devices, request.node.nodeid)
 
 
 @pytest.fixture
 def sim_machine() -> Iterator[None]:
-    """A simulated NPU that is there, with no faults to come; whatever a test does to it ends with the test."""
+    """An open simulated NPU without pending faults; what a test changes in it is reset after the test."""
     from hybrid.kernels.npu import xrt_sim
 
     need_cxx()

@@ -1,4 +1,4 @@
-"""python -m hybrid.bench: what it prints, what it counts, what it is compared with, and what it refuses."""
+"""python -m hybrid.bench: its output, counts, comparisons and refusals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ RESULT = {
 
 @pytest.fixture(autouse=True)
 def known_probes(monkeypatch):
-    """A probe takes a second: one test measures it, the others are told."""
+    """A probe takes a second: one test measures, the others get fixed values."""
     monkeypatch.setattr("hybrid.bench.probe.probe", lambda device: PROBES)
     monkeypatch.setattr("hybrid.spec.devicesheet.sheet_for", lambda name: None)
 
@@ -88,7 +88,7 @@ def sheet(**peak: float) -> DeviceSheet:
 NPU_SCHEDULES = ("gemma3-hybrid", str(ATTENTION))
 
 
-# Every command with either NPU, and each schedule with one; in the long profile all with all.
+# Every command with either NPU, and each schedule with one; in the long profile all combinations.
 OPENED = [
     (command, schedule, npu)
     for i, command in enumerate(("bench", "profile", "perplexity"))
@@ -100,7 +100,7 @@ OPENED = [
 
 @pytest.mark.parametrize(("command", "schedule", "npu"), OPENED)
 def test_commands_open_what_a_schedule_asks_for(capsys, tmp_path, command, schedule, npu):
-    """Steps of an NPU run on its simulator when that is asked for; where there is no NPU the reason is printed."""
+    """Steps of an NPU run on its simulator if requested; where there is no NPU the reason is printed."""
     if npu == "sim":
         need_cxx()
     if npu == "npu" and xrt_is_there():
@@ -149,7 +149,7 @@ def test_json_has_every_test_and_what_the_device_counted(devices, capsys, backen
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backend):
     devices.get(backend)
-    assert bench.main([*SMALL, "--device", backend, "--batch-size", "2"]) == 0  # kernels of above
+    assert bench.main([*SMALL, "--device", backend, "--batch-size", "2"]) == 0  # the kernels tested above
     out = capsys.readouterr().out
     for part in (
         backend,
@@ -167,7 +167,7 @@ def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backe
     ("options", "context"),
     [
         (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 30),
-        (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # a token is chosen after the last
+        (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # a token is sampled after the last
         (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
         (["-p", "5,9", "-n", "0"], 10),
     ],
@@ -251,8 +251,8 @@ def test_impossible_figures_of_either_kind_are_found():
 
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_a_test_may_end_where_the_context_ends(devices, capsys, tmp_path, backend):
-    """The token after a prompt, and the last that decoding chooses; in the long profile, at the demonstration model's
-    2048 positions."""
+    """The token after a prompt, and the last sampled token; in the long profile, at the demonstration model's 2048
+    positions."""
     devices.get(backend)
     file, context = (MODELS / "demo-gemma3-q8_0.gguf", 2048) if LONG else (write_hf(tmp_path / "m", tiny()), 256)
     model = [str(file), "--device", backend, "-r", "1", "--json"]
@@ -272,7 +272,7 @@ def test_probes_measure_and_give_their_memory_back(devices, backend):
     found = probe(device)
     assert found.copy_gb_s == max(found.variants[n] for n in found.variants if "copy" in n) > 0
     after = dict(device.memory())
-    if own_memory(device):  # its first transfer makes staging memory, which stays
+    if own_memory(device):  # its first transfer allocates staging memory, which stays
         before.pop("staging"), after.pop("staging")
     assert after == before
     device.reset()

@@ -1,4 +1,4 @@
-"""python -m hybrid.bench as a server's readers see it: requests that arrive, conversations, energy."""
+"""python -m hybrid.bench as a server's readers see it: arriving requests, conversations, energy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_quantiles_are_of_all_values():
 
 
 def asked(ids, n) -> Request:
-    """As the scheduler would have it."""
+    """A request as the scheduler holds it."""
     request = Request(0, ids, Options(max_tokens=n))
     request.last = len(ids) + n
     return request
@@ -150,13 +150,13 @@ def test_a_conversation_on_a_model(capsys):
     assert len(turns) == 3 and all(t["first_ms"] > 0 and t["first_ms_alone"] > 0 for t in turns)
     for before, turn in pairwise(turns):
         assert 33 + 5 <= turn["prompt"] - before["prompt"] <= 40 + 5
-        assert turn["cached"] == (before["prompt"] + 5 - 1) // 32 * 32, "whole blocks of what has been run"
+        assert turn["cached"] == (before["prompt"] + 5 - 1) // 32 * 32, "whole blocks of the tokens run"
     assert talk.text(turns)[1].split()[:2] == ["1", str(turns[0]["prompt"])]
 
 
 @pytest.mark.slow
 def test_a_conversations_energy_is_that_of_its_turns(monkeypatch, capsys):
-    """Not of the prompts that it is compared with, per token of its answers."""
+    """Only of its turns, not of the prompts that it is compared with, per token of its answers."""
     reads = [0]
 
     def counter():
@@ -174,7 +174,7 @@ def test_a_conversations_energy_is_that_of_its_turns(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("energy: 2.5 J per token, ")
 
 
-def test_a_prompt_that_should_be_new_and_is_not_voids_a_conversation():
+def test_a_cached_prompt_invalidates_a_conversation():
     def submit(ids, *, max_tokens, ignore_eos):
         request = asked(ids, max_tokens)
         request.cached = 32
@@ -187,7 +187,7 @@ def test_a_prompt_that_should_be_new_and_is_not_voids_a_conversation():
 
 
 @pytest.mark.slow
-def test_batches_in_turn(capsys):
+def test_consecutive_batches(capsys):
     assert bench.main([*SMALL, "-b", "1,3", "-p", "5", "-n", "3", "-r", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["results"]
     assert [(r["test"], r["tokens"]) for r in found] == [
@@ -257,14 +257,14 @@ def test_a_counter_is_read_around_the_runs(clock):
     joules = [100.0]
     meter = Meter("c", counter=lambda: joules[0])
     for _ in range(2):
-        joules[0] += 50.0  # between runs: not theirs
+        joules[0] += 50.0  # between runs: not counted
         with meter.running():
             clock[0] += 1.0
             joules[0] += 30.0
     found = meter.take()
     assert found == Energy(60.0, 2.0, "c") and found.watts == 30.0 and found.per(120) == 0.5
     assert found.line(120) == "energy: 0.5 J per token, 30.0 W (c; 2.0 s)"
-    assert meter.take().joules is None, "nothing ran since"
+    assert meter.take().joules is None, "no run since"
 
 
 def test_runs_too_short_for_a_counter_have_no_energy(clock):
@@ -304,7 +304,7 @@ def test_a_sensor_that_goes_is_an_error():
         pass
 
 
-def test_rapl_adds_up_processors_and_turns_over(tmp_path, clock):
+def test_rapl_adds_up_processors_and_wraps_around(tmp_path, clock):
     for name, start in (("intel-rapl:0", 900_000), ("intel-rapl:1", 5), ("intel-rapl:0:0", 7)):
         folder = tmp_path / "class/powercap" / name
         folder.mkdir(parents=True)
@@ -312,7 +312,7 @@ def test_rapl_adds_up_processors_and_turns_over(tmp_path, clock):
         (folder / "max_energy_range_uj").write_text("1000000")
 
     def work():
-        (tmp_path / "class/powercap/intel-rapl:0/energy_uj").write_text("400000")  # turned over: 500000 on
+        (tmp_path / "class/powercap/intel-rapl:0/energy_uj").write_text("400000")  # wrapped around: 500000 more
         (tmp_path / "class/powercap/intel-rapl:1/energy_uj").write_text("250005")
 
     for one in (device("cpu"), device("llvmpipe", "cpu")):
@@ -361,7 +361,7 @@ def test_nvml_counts_millijoules(monkeypatch, clock):
     assert found == Energy(700.0, 2.0, "NVML's energy counter") and found.watts == 350.0
 
 
-def test_what_is_not_there_is_said(monkeypatch, tmp_path):
+def test_missing_counters_are_reported(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     amd = tmp_path / "class/hwmon/hwmon0"
     amd.mkdir(parents=True)

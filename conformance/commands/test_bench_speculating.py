@@ -1,4 +1,4 @@
-"""python -m hybrid.bench --requests with guesses: what they were, beside the same requests without any."""
+"""python -m hybrid.bench --requests with drafts: their counts, beside the same requests without drafts."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ COUNTED = {"k", "rate", "drafted", "accepted", "verified", "guesses", "times", "
 
 
 def guessed(known: Replay, prompt: tuple[int, ...], text: tuple[int, ...], most: int) -> list[int]:
-    """For a request that has generated this text."""
+    """Drafts for a request that has generated this text."""
     request = Request(0, prompt)
     request.ids += text
     return known.propose({request: most})[request]
 
 
-def test_a_sequence_is_guessed_by_its_own_text():
+def test_replay_drafts_by_the_sequences_text():
     known = Replay({(1, 2): (3, 4, 5), (6, 7, 8): (4, 9)}, 1.0)
     assert guessed(known, (1, 2), (3,), 5) == [4, 5] and guessed(known, (6, 7, 8), (), 1) == [4]
     assert guessed(known, (1, 2), (3, 4), 3) == [5] and guessed(known, (6, 7, 8), (4,), 3) == [9], (
         "as long, with the same last token"
     )
     assert guessed(known, (1, 2), (3, 4, 5), 2) == []
-    assert guessed(known, (1, 2, 9), (), 2) == [], "nobody's text"
+    assert guessed(known, (1, 2, 9), (), 2) == [], "no known text"
     assert guessed(Replay({(1, 2): (3, 4, 5)}, 0.0), (1, 2), (3,), 2) == [4 ^ 1, 5 ^ 1]
     with pytest.raises(ValueError, match=r"rate must be a probability, 0 to 1, not 1\.5"):
         Replay({}, 1.5)
 
 
-def test_requests_are_guessed_together_each_by_its_own_text_until_they_end():
+def test_replay_drafts_for_concurrent_requests_until_they_end():
     known = Replay({(1,): (3, 4), (2,): (5, 6)}, 1.0)
     first, second = Request(0, [1]), Request(1, [2])
     assert known.propose({first: 1, second: 2}) == {first: [3], second: [5, 6]}
@@ -49,14 +49,14 @@ def test_requests_are_guessed_together_each_by_its_own_text_until_they_end():
     assert known.propose({second: 2}) == {second: [6]} and set(known._of) == {second}
 
 
-def test_sequences_are_guessed_rightly_in_other_places():
-    """A pass whose guesses are all right or all wrong would be no measure."""
+def test_replay_accepts_drafts_at_different_positions():
+    """A pass whose drafts are all right or all wrong would be unrealistic."""
     known = Replay({(n, 0): tuple(range(40)) for n in range(2)}, 0.5)
     first, second = (guessed(known, (n, 0), (0,), 39) for n in range(2))
     assert first != second and 5 < sum(a == b for a, b in zip(first, range(1, 40), strict=True)) < 35
 
 
-def test_titles_say_how_a_run_guesses():
+def test_titles_describe_the_drafts_of_a_run():
     assert [Guesses().title, Guesses(None).title] == ["without drafts", "draft tokens of a pass: auto"]
     assert Guesses(3, 0.5).title == "draft tokens of a pass: 3, acceptance 0.50"
 
@@ -65,7 +65,7 @@ def test_titles_say_how_a_run_guesses():
 
 
 @pytest.mark.slow
-def test_guesses_of_a_set_rightness_are_counted_for_all_requests(capsys):
+def test_drafts_of_a_set_acceptance_are_counted_for_all_requests(capsys):
     assert bench.main([*SMALL, *ASKED, "--acceptance", "1,0", "--speculate", "3", "--json", "--energy"]) == 0
     out = json.loads(capsys.readouterr().out)
     plain, (right, wrong) = out["requests"], out["guessed"]
@@ -84,8 +84,8 @@ def test_guesses_of_a_set_rightness_are_counted_for_all_requests(capsys):
 
 
 @pytest.mark.slow
-def test_a_drafts_own_guesses_between_runs_without(capsys):
-    """A draft with the same weights guesses all tokens rightly."""
+def test_a_draft_model_is_measured_between_runs_without_drafts(capsys):
+    """A draft with the same weights drafts all tokens correctly."""
     options = [
         *SMALL,
         "--precision",
@@ -119,7 +119,7 @@ def test_a_drafts_own_guesses_between_runs_without(capsys):
 
 @pytest.mark.slow
 def test_a_draft_may_only_cost_its_time(capsys):
-    """Its passes are run, the guesses are those of known texts."""
+    """Its passes are run, but the drafts are those of known texts."""
     options = ["--acceptance", "1", "--draft-random", "gemma3-270m", "--speculate", "2", "--json"]
     assert bench.main([*SMALL, *ASKED, *options]) == 0
     out = json.loads(capsys.readouterr().out)
@@ -128,7 +128,7 @@ def test_a_draft_may_only_cost_its_time(capsys):
 
 
 @pytest.mark.slow
-def test_a_file_is_guessed_for_by_looking_up(capsys):
+def test_a_file_is_measured_with_prompt_lookup(capsys):
     options = ["-b", "2", "--requests", "2", "--prompt-lengths", "8", "--output-lengths", "40", "--speculate", "4"]
     assert bench.main([str(DEMO), "--device", "cpu", "--json", *options]) == 0
     said = capsys.readouterr()
@@ -140,7 +140,7 @@ def test_a_file_is_guessed_for_by_looking_up(capsys):
 
 
 @pytest.mark.slow
-def test_guessing_that_ends_voids_the_figures(monkeypatch, capsys):
+def test_a_failing_drafter_invalidates_the_figures(monkeypatch, capsys):
     def broken(self, wanted):
         raise OSError("gone")
 
@@ -152,7 +152,7 @@ def test_guessing_that_ends_voids_the_figures(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_other_texts_void_the_figures_of_known_ones(monkeypatch, capsys):
+def test_different_texts_invalidate_the_figures(monkeypatch, capsys):
     whole = Runs._replayed
 
     def changed(self, rate):

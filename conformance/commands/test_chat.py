@@ -1,4 +1,4 @@
-"""Chat: templates as Gemma's, bounded, with nothing smuggled in; conversations."""
+"""Chat: templates as Gemma's, bounded, without injected control tokens; conversations."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_transformers_renders_and_encodes_the_same() -> None:
 
 @pytest.mark.blas
 def test_a_branch_of_a_text_continues_as_a_new_one(tmp_path: Path) -> None:
-    """Of what the cache still holds of a text, and where it begins to lack the window of local layers."""
+    """From the cached part of a text, and from where the window of local layers is no longer cached."""
     rng = np.random.default_rng(5)
     ids = rng.integers(13, 300, 230).tolist()
     with open_checkpoint(write_hf(tmp_path, tiny())) as c:
@@ -172,7 +172,7 @@ def test_a_branch_of_a_text_continues_as_a_new_one(tmp_path: Path) -> None:
         assert 0 in found[2:] and found[-1] == len(ids) // block * block, "some lack their window, the last do not"
 
 
-def test_a_conversation_is_chosen_by_its_penalties(tmp_path: Path) -> None:
+def test_a_conversation_applies_its_penalties(tmp_path: Path) -> None:
     options = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": {9: 4.0}}
     with hybrid.load(write_hf(tmp_path), device="cpu") as model:
         talk = Conversation(model, Options({"max_tokens": 8, "ignore_eos": True, **options}))
@@ -188,7 +188,7 @@ def test_a_conversation_is_chosen_by_its_penalties(tmp_path: Path) -> None:
 
 
 @pytest.mark.blas
-def test_a_conversation_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
+def test_a_conversation_equals_rerunning_everything(tmp_path: Path) -> None:
     texts = ["the thing " * 16, "abc " * 9, "e", "in the er"]
     folder = write_hf(tmp_path)
     with hybrid.load(folder, device="cpu") as model, hybrid.load(folder, device="cpu") as anew:
@@ -203,7 +203,7 @@ def test_a_conversation_answers_as_if_everything_were_run_anew(tmp_path: Path) -
             assert model.stats.cached_tokens + model.stats.prompt_tokens == anew.stats.prompt_tokens == len(ids)
             assert (model.stats.cached_tokens > 0) == (n > 0)
             assert talk.messages[-1] == {"role": "assistant", "content": said} and len(talk.messages) == 2 * n + 2
-        first = next(talk.ask("the"))  # dropped after a piece: the conversation keeps what was said
+        first = next(talk.ask("the"))  # dropped after a piece: the conversation keeps the partial answer
         assert talk.messages[-1]["content"] == first and model.stats.finish == "cancelled"
         with pytest.raises(ContextExceeded, match="context of 256"):
             talk.ask("ab " * 300)
@@ -213,7 +213,7 @@ def test_a_conversation_answers_as_if_everything_were_run_anew(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) -> None:
+def test_the_oldest_turns_are_dropped_for_the_next(tmp_path: Path, capsys: Any) -> None:
     from hybrid.generate.chat_loop import Conversation, Options, _obey
     from hybrid.text.chat import encode
 
@@ -235,7 +235,7 @@ def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) ->
         assert 0 < forgotten < 3 and kept[:-2] == before[2 * forgotten :] and kept[-2]["content"] == texts[3]
         asked = [{"role": "system", "content": "the bee"}, *kept[:-1]]
         fresh = "".join(model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True))
-        assert fresh == kept[-1]["content"]  # as if what was forgotten had never been said
+        assert fresh == kept[-1]["content"]  # as if the dropped turns had never existed
         for _ in kept[::2]:
             _obey(talk, "/drop", False)
         _obey(talk, "/drop", False)

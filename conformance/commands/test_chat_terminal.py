@@ -24,14 +24,14 @@ TERMS = ("dumb", "xterm")
 
 
 def _at_a_terminal() -> None:
-    """In the child: a controlling terminal, and Ctrl-C heard even where the tests' own shell ignores it (jobs with
+    """In the child: a controlling terminal, and Ctrl-C enabled even where the tests' own shell ignores it (jobs with
     &)."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
-    """A child whose standard streams are a terminal of its own."""
+    """A child whose standard streams are a separate terminal."""
 
     def __init__(self, *args: str, code: str = "", term: str = "dumb") -> None:
         self.master, slave = pty.openpty()
@@ -53,7 +53,7 @@ class Terminal:
         self.seen = ""
 
     def until(self, pattern: str, seconds: float = 60.0) -> str:
-        """Everything up to the first match; it is taken away."""
+        """Everything up to the first match, which is consumed."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen)):
             ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
@@ -71,11 +71,11 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def asleep(self, seconds: float = 30.0) -> None:
-        """Until the child waits for a key. A Ctrl-C that comes while readline works, before it waits, is held back by
-        CPython until the next key."""
+        """Until the child waits for a key. CPython holds back a Ctrl-C that comes while readline works, before it
+        waits, until the next key."""
         end = time.monotonic() + seconds
         while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-            assert time.monotonic() < end, "the child never waits for a key"
+            assert time.monotonic() < end, "the child does not wait for a key"
             time.sleep(0.01)
 
     def close(self) -> int:
@@ -105,7 +105,7 @@ def test_a_conversation_at_a_terminal(tmp_path: Path) -> None:
     t.type("\x03")
     assert "stopped" in t.until("\n> $") and t.process.poll() is None
     t.type("half a line")
-    t.until("half a line")  # a terminal drops what it has not passed on at Ctrl-C
+    t.until("half a line")  # a terminal drops undelivered input at Ctrl-C
     t.asleep()
     t.type("\x03")
     t.until("\n> $")
@@ -128,7 +128,7 @@ def test_exit_and_statistics(tmp_path: Path) -> None:
         t.type("the\n")
         said = t.until("(?s)per decode pass.*\n> $")
         assert "cut after 3 tokens" in said and (turn or "in the cache" not in said)
-    assert "in the cache" in said  # whole blocks of what came before
+    assert "in the cache" in said  # whole blocks of the earlier text
     t.type("/exit\n")
     assert t.close() == 0
 
@@ -142,16 +142,15 @@ c.Conversation.ask = ask
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("term", TERMS if LONG else [TERMS[int(kernels_digest(), 16) % 2]])  # in turn
-def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
-    """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are
-    not."""
+@pytest.mark.parametrize("term", TERMS if LONG else [TERMS[int(kernels_digest(), 16) % 2]])  # alternating
+def test_pasted_and_continued_lines_are_one_turn(tmp_path: Path, term: str) -> None:
+    """A paste, with or without the terminal's marks, and a continued line are one turn; lines typed one by one are not."""
     t = Terminal(
         str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term
     )
     begun = t.until("> ")
     marked = term != "dumb" and readline_marks_pastes()
-    assert ("\x1b[?2004h" in begun) == marked  # the terminal is asked to
+    assert ("\x1b[?2004h" in begun) == marked  # bracketed paste is enabled
     if marked:  # however slowly it comes
         t.type("\x1b[200~one\n")
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""What commands say while they work, when they are used wrongly, and of speeds; and the models that they find."""
+"""Output of commands: progress, errors of wrong usage, speeds; and the models that they find."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hybrid.spec.model import load_models
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
-def test_off_a_terminal_long_work_says_how_far_it_is_even_within_a_step(monkeypatch, capsys):
+def test_off_a_terminal_long_work_reports_progress_within_a_step(monkeypatch, capsys):
     monkeypatch.setattr(progress, "FIRST", 0.05)
     monkeypatch.setattr(progress, "EVERY", 0.02)
     said = ""
@@ -42,16 +42,16 @@ def test_off_a_terminal_long_work_says_how_far_it_is_even_within_a_step(monkeypa
             said += capsys.readouterr().err
     assert said.startswith("shaders: 0 of 2, 0 s\n")
     time.sleep(0.1)
-    assert not capsys.readouterr().err.rpartition("1 of 2, 0 s\n")[2], "it went on after the end"
+    assert not capsys.readouterr().err.rpartition("1 of 2, 0 s\n")[2], "progress continued after the end"
 
 
-def test_short_work_says_nothing(capsys):
+def test_short_work_reports_no_progress(capsys):
     with progress.progress_bar(5, "x", False, "B") as advance:
         advance(5)
     assert capsys.readouterr().err == ""
 
 
-def test_a_load_off_a_terminal_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+def test_a_load_off_a_terminal_reports_progress(tmp_path, monkeypatch, capsys):
     from hybrid.engine import loading
 
     monkeypatch.setattr(progress, "FIRST", 0.0)
@@ -105,7 +105,7 @@ def test_a_built_prefix_is_compared(capsys):
         ["--ctx", "0"],
     ],
 )
-def test_wrong_usage_is_said_before_a_model_is_opened(monkeypatch, capsys, option):
+def test_wrong_usage_is_reported_before_a_model_is_opened(monkeypatch, capsys, option):
     monkeypatch.setattr(hybrid, "load", None, raising=False)
     try:
         code = generate.main([str(MODELS / "demo-gemma3-q8_0.gguf"), "--device", "cpu", *option])
@@ -186,7 +186,7 @@ def test_perplexity_reads_the_whole_text(tmp_path, capsys):
 def test_two_layers_of_each_kind_tell_what_all_take(monkeypatch, mixed, features):
     model = subject("gemma3-270m")
     weights = dict(model.weights)
-    if mixed:  # as Q4_K_M is: some layers have another type in one place, some in two
+    if mixed:  # as in Q4_K_M: some layers have another type in one place, some in two
         for layer in (0, 1, 4, 5, 9, 16):
             weights[f"blk.{layer}.ffn_down.weight"] = WeightInfo("q8_0", weights[f"blk.{layer}.ffn_down.weight"].shape)
             if layer % 2:
@@ -267,7 +267,7 @@ def test_models_of_this_machine_are_found_and_judged(machine, capsys):
     assert inspect.main([]) == inspect.main(["--find", "gemma3-1b"]) == 2
 
 
-def test_a_name_that_is_no_path_says_what_a_model_is_or_where_it_lies(machine, capsys):
+def test_a_name_that_is_no_path_lists_known_models(machine, capsys):
     for name, path in (
         ("gemma3:1b", "sha256-0123"),
         ("google/gemma-3-tiny", "snapshots/abc"),

@@ -1,4 +1,4 @@
-"""generate --batch: many prompts, results in their order, output that resumes where it was interrupted."""
+"""generate --batch: many prompts, results in order, output that resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_objects_with_options_and_json(
     assert found[0]["usage"]["completion_tokens"] == 6 and found[0]["timings"]["total"] > 0
 
 
-def test_guesses_of_all_are_summed_up(
+def test_drafts_of_all_prompts_are_summed(
     folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --stats, and a line may ask for as many as the model decides on."""
+    """With --stats; a line may leave the number of drafts to the model."""
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(json.dumps({"prompt": p, "speculate": "auto"}) for p in PROMPTS), encoding="utf-8")
     assert command(folder, "--batch", file, "--draft", "lookup", "--stats", "--json") == 0
@@ -81,7 +81,7 @@ def test_guesses_of_all_are_summed_up(
     assert "speculation (" not in said.err
 
 
-def test_totals_count_guesses() -> None:
+def test_totals_count_drafts() -> None:
     totals = many._Totals()
     for drafted, accepted, tokens in ((6, 3, 8), (4, 4, 3), (0, 0, 5)):
         used = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": tokens}
@@ -89,7 +89,7 @@ def test_totals_count_guesses() -> None:
     assert (totals.drafted, totals.accepted, totals.generated, totals.prompt) == (10, 7, 16, 3)
 
 
-def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(
+def test_a_prompt_that_cannot_run_has_an_error_and_others_continue(
     folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
@@ -100,11 +100,11 @@ def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(
     assert found[1]["error"].startswith(f"{file}: line 2: a prompt of ") and "leaves no room" in found[1]["error"]
     said = capsys.readouterr().err
     assert f"error: {found[1]['error']}" in said and "2 results, 1 errors" in said
-    assert command(folder, "--batch", file) == 1  # as text: nothing stands where there is none
+    assert command(folder, "--batch", file) == 1  # as text: an empty line where there is none
     assert capsys.readouterr().out == "\n\f\n".join([texts[0], "", texts[2]]) + "\n"
 
 
-def test_output_goes_on_where_it_was_interrupted(
+def test_output_continues_where_it_was_interrupted(
     folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
@@ -113,7 +113,7 @@ def test_output_goes_on_where_it_was_interrupted(
     whole = output.read_text(encoding="utf-8")
     assert [json.loads(line)["text"] for line in whole.splitlines()] == texts
     kept = whole.splitlines(keepends=True)[:2]
-    output.write_text("".join(kept) + whole.splitlines()[2][:9], encoding="utf-8")  # in the midst of a line
+    output.write_text("".join(kept) + whole.splitlines()[2][:9], encoding="utf-8")  # in the middle of a line
     capsys.readouterr()
     assert command(folder, "--batch", file, "--output", output) == 0
     assert "2 of 6 results exist already" in capsys.readouterr().err

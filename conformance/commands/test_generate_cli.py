@@ -1,5 +1,4 @@
-"""python -m hybrid.generate as its users meet it: output, statistics, interruption, errors. And what `import hybrid`
-costs."""
+"""python -m hybrid.generate as users run it: output, statistics, interruption, errors. And the cost of `import hybrid`."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def test_trace_has_every_step_of_every_pass(folder, tmp_path, capsys, devices, b
     assert "precision: weights bf16; activations f32; kv f32" in capsys.readouterr().err
 
 
-def test_auto_computes_on_the_cpu_where_there_is_no_gpu_and_says_so(folder, monkeypatch):
+def test_auto_falls_back_to_the_cpu_with_a_message(folder, monkeypatch):
     def none(selector, **options):
         raise VulkanUnavailable(f"no {selector} here")
 
@@ -155,7 +154,7 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("closed", [0, 1, 2] if LONG else [int(kernels_digest(), 16) % 3])  # in turn
+@pytest.mark.parametrize("closed", [0, 1, 2] if LONG else [int(kernels_digest(), 16) % 3])  # alternating
 def test_a_closed_standard_stream_is_no_error(folder, closed):
     args = [sys.executable, "-m", "hybrid.generate", str(folder), "--device", "cpu", "-p", "-", "-n", "2"]
     done = subprocess.run(args, input=b"ab", capture_output=True, preexec_fn=lambda: os.close(closed))
@@ -230,7 +229,7 @@ def test_errors_are_one_line(folder, capsys, args, code, message):
 
 
 def test_penalties_and_biases_reach_the_model(folder, capsys):
-    """The command and Model.generate choose the same, and otherwise than without."""
+    """The command and Model.generate sample the same tokens, which differ from those without penalties."""
     options = [
         "--repetition-penalty",
         "1.8",

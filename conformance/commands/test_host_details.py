@@ -1,4 +1,4 @@
-"""Small promises of host modules, one by one: each was broken once without another test noticing."""
+"""Details of host modules: each was broken once without another test noticing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_memory_beside_the_arena_is_planned_for_every_pass(engine: Engine) -> No
     assert found == [(1, 1), (2, 2), (1, 1), (8, 2), (16, 2), (16, 16), (16, 0)]
 
 
-def test_what_was_carried_is_told_in_megabytes() -> None:
+def test_copied_bytes_are_reported_in_megabytes() -> None:
     assert str(TransferCounts(2, 3_000_000, 4, 5_500_000)) == "2 tensors shared (3.00 MB), 4 copies, 5.50 MB"
     assert (
         str(TransferCounts(1, 0, 0, 0, 2, "no"))
@@ -79,11 +79,11 @@ def test_what_was_carried_is_told_in_megabytes() -> None:
 
 
 def test_passes_that_read_hidden_states_back_fit_in_host_memory() -> None:
-    hp = tiny(hidden=1 << 19)  # 8 MiB for a row of three layers and what comes before them
+    hp = tiny(hidden=1 << 19)  # 8 MiB for a row of three layers and their input
     assert pass_sizes(hp, ctx=256, slots=1, chunk=128).hidden == 32
 
 
-def test_memory_of_a_plan_is_told_by_purpose(engine: Engine) -> None:
+def test_memory_of_a_plan_is_listed_by_purpose(engine: Engine) -> None:
     held = memory(engine.runner.plan("decode", 1, 1))
     hp = engine.target.hparams
     blocks = sum(engine.cache.table if seen else engine.cache.ring for seen in hp.layer_is_global) * engine.cache.slots
@@ -103,14 +103,14 @@ def test_warming_up_compiles_what_a_prompt_needs(engine: Engine) -> None:
         assert done.recordings == done.allocations == done.pipelines == 0 < done.submits, rows
 
 
-def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
+def test_the_cost_of_a_plan_is_the_sum_of_its_steps(engine: Engine) -> None:
     few, many = (plan_cost(engine.runner.plan("decode", n, n)) for n in (1, 2))
     assert few.flops > 0 and many.flops == 2 * few.flops and few.nbytes < many.nbytes < 2 * few.nbytes
 
 
 # ------------------------------------------------------------------------------------------------------------- times
 class Timed:
-    """A program that took some steps, in seconds from its own begin, which the device's clock puts at `began`."""
+    """A program with timed steps, in seconds from its start, which the device's clock puts at `began`."""
 
     def __init__(self, name: str, began: float | None, *steps: tuple[float, float]) -> None:
         self.plan, self._began = SimpleNamespace(name=name), began
@@ -135,7 +135,7 @@ def test_a_pass_that_runs_beside_others_ends_with_its_last_step(monkeypatch: pyt
     timing.stop(0)
     assert [(p.plan, p.begin, p.seconds) for p in found] == [("a", 10.0, 2.25)]
     assert [s.start for s in found[0].steps] == [0.25, 1.75]
-    timing.stop(2)  # without times of its steps a pass ends when it has been waited for
+    timing.stop(2)  # without times of its steps a pass ends when the host has waited for it
     assert [(p.plan, p.begin, p.seconds) for p in found[1:]] == [("b", 11.0, 2.0), ("c", 12.0, 28.0)]
     assert [s.start for s in found[1].steps] == [0.0, 1.5]
     timing.stop(9)
@@ -149,7 +149,7 @@ def test_a_pass_that_runs_beside_others_ends_with_its_last_step(monkeypatch: pyt
 
 
 # ------------------------------------------------------------------------------------------------------------- bench
-def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_refuses_token_ids_out_of_range(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(engine, 1)
     whole = engine.runner.tokens
     for token, says in (
@@ -250,7 +250,7 @@ def test_memory_is_shared_in_whole_anonymous_pages(tmp_path: Path) -> None:
         ("{1:x}-{2:x} rw-p 0 00:00 0", "{0:#x} is not mapped to the end of its"),
     ],
 )
-def test_what_lies_under_memory_is_read_from_the_systems_map(
+def test_the_backing_of_memory_is_read_from_the_systems_map(
     maps: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = anonymous(TensorDecl("x", "i8", (2, PAGE), "io")).parts[0]
@@ -275,7 +275,7 @@ def test_parts_without_text_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_characters_that_stand_for_nothing_stay_in_messages(parts: bool) -> None:
-    """Control tokens in messages are taken apart by a character that no message has."""
+    """In messages, a character that no message contains splits control tokens."""
     tokenizer = open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf").tokenizer
     said = "a\ufdd0b <end_of_turn>" + "\ufdd1"
     content: Any = [{"type": "text", "text": said}] if parts else said
@@ -360,7 +360,7 @@ def test_doctor_names_what_a_device_lacks(lacks: tuple[str, ...], state: str) ->
 
 @dataclass
 class Limits:
-    """As much of a device's as is told."""
+    """A device's limits, with the given fields."""
 
     subgroup: int
     max_storage_range: int

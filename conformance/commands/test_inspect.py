@@ -1,4 +1,4 @@
-"""What a model takes: planned figures against what devices hold, and the sheets of published models."""
+"""Memory of a model: planned bytes against what devices allocate, and the sheets of published models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_footprint_is_what_an_engine_holds(tmp_path: Path, batch: int, context
 
 
 class Units(CpuDevice):
-    """Stores and plans as a device with matrix units would; nothing runs."""
+    """Stores and plans as a device with matrix units would; runs nothing."""
 
     name = "vulkan:0 (dry)"
 
@@ -70,8 +70,8 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(
 
 
 @pytest.mark.slow
-def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: Devices) -> None:
-    """Programs of every bucket, the smallest first: 32 rows are cut into stretches and take more than 128."""
+def test_kernel_scratch_is_counted_and_allocated_once(devices: Devices) -> None:
+    """Programs of every bucket, the smallest first: 32 rows are split and take more than 128."""
     device = devices.get("vulkan")
     checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
     engine = Engine(checkpoint, device, EngineConfig(ctx=256, n_tokens=2048))
@@ -135,7 +135,7 @@ def test_a_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "blk.2.ffn_up.weight" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_tokenizer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (write_hf(tmp_path / "hf") / "tokenizer.model").unlink()
     assert main([str(tmp_path / "hf")]) == 0
     assert "tokenizer: " in (out := capsys.readouterr().out) and "missing" in out and "to spare" in out

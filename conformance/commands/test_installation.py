@@ -1,5 +1,4 @@
-"""The wheel, installed where nothing of the repository is: every command starts, those that write do it where they
-should."""
+"""The wheel, installed outside the repository: every command starts, and commands write only to allowed places."""
 
 from __future__ import annotations
 
@@ -24,16 +23,15 @@ from hybrid.core.places import ROOT
 from tools.help import COMMANDS
 from tools.help import installed as module_of
 
-pytestmark = pytest.mark.slow  # one wheel, built and installed
+pytestmark = pytest.mark.slow  # one wheel, built and installed once
 
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = PROJECT["project"]["scripts"]
 LEFT_OUT = ("__pycache__", "*.egg-info", "data", "mutants", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "hybrid", "kernels", "specs", "perf", "conformance", "models")
-# `python -m ...` of the pages that are no commands of an installation: other projects' modules, and what only a clone
-# has.
+# `python -m ...` in the pages that an installation lacks: other projects' modules, and those that only a clone has.
 ELSEWHERE = {"pytest", "venv", "tarfile", "tools.load_bench", "tools.make_random_gguf", "tools.fuzz"}
-# Runs each command in one process, as `python -m` would, and prints what came of it.
+# Runs each command in one process, as `python -m` would, and prints its result.
 DRIVER = """
 import contextlib, io, json, runpy, sys, warnings
 warnings.filterwarnings("ignore", message=".*found in sys.modules")
@@ -62,7 +60,7 @@ for command in json.load(sys.stdin):
 
 @dataclass(frozen=True)
 class Installation:
-    """An environment with the wheel in it, an empty folder to work in, and the user's home."""
+    """An environment with the wheel, an empty working folder, and the user's home."""
 
     root: Path
     work: Path
@@ -91,7 +89,7 @@ class Installation:
         return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")} | own
 
     def untouched(self) -> bool:
-        """Is everything as it was installed?"""
+        """Whether all files are as installed."""
         return files(self.packages) == json.loads((self.root / "files.json").read_text())
 
     def run(self, commands: list[list[str]]) -> dict[str, tuple[object, str, str]]:
@@ -110,7 +108,7 @@ class Installation:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Every file with its time of change."""
+    """Every file with its modification time."""
     return {str(p): p.stat().st_mtime_ns for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -130,10 +128,9 @@ def install(root: Path) -> None:
     _quiet(sys.executable, "-c", build, cwd=root / "source")
     made = Installation(root, root, root)
     _quiet(sys.executable, "-m", "venv", "--without-pip", str(root / "env"))
-    # Compiled once, as pip does it: commands leave no byte code (env), and without any each would compile what it
-    # imports.
+    # Compiled once, as pip does: commands write no byte code (env), and without any each would compile its imports.
     _quiet(*pip, "--python", str(made.python), "install", "--no-deps", "--no-index", str(made.wheel))
-    # What the project depends on is that of these tests; nothing of the project is there (it is installed by its path).
+    # The environment has the tests' dependencies, but no module of the project (it is installed by its path).
     (made.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (root / "files.json").write_text(json.dumps(files(made.packages)))
 
@@ -145,7 +142,7 @@ def _quiet(*command: str, cwd: Path | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one installation of a test run, however many processes it has."""
+    """The one installation of a test run, shared by its processes."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if os.environ.get("PYTEST_XDIST_WORKER") else shared
     folder = shared / "installation"
@@ -203,13 +200,13 @@ def test_commands_of_the_pages_are_those_of_an_installation() -> None:
         for page in pages
         for name in re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8"))
     }
-    ours = {name for name in said if name.startswith("conformance.")}  # of the repository alone
+    ours = {name for name in said if name.startswith("conformance.")}  # of the repository only
     assert [name for name in ours if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()] == []
     assert said - ELSEWHERE - ours <= set(COMMANDS)
 
 
 def test_commands_work_and_write_where_they_are_run(installed: Installation) -> None:
-    """With tiny inputs, in their order: later ones read what earlier ones wrote."""
+    """With tiny inputs, in order: later commands read earlier results."""
     (installed.work / "t.txt").write_text("def read(path):\n    return open(path)\n" * 3)
     demo = str(installed.packages / "hybrid" / "models" / "demo-gemma3-q8_0.gguf")
     tiny = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--head", "q8_0", "--device", "cpu"]
@@ -263,8 +260,8 @@ def stand_in(folder: Path) -> Path:
     return path
 
 
-def test_it_works_beside_the_package_kernels(installed: Installation) -> None:
-    """Found before ours, even; that it is theirs alone to install follows from the wheel's names."""
+def test_the_wheel_works_beside_the_package_kernels(installed: Installation) -> None:
+    """Even if it is found before ours: no file of the two wheels has the same path."""
     path = str(stand_in(installed.work))
     code = "import kernels, hybrid.kernels.vulkan.kernel as ours; print(kernels.whose, ours.SPIRV.is_dir())"
     env = {**installed.env, "PYTHONPATH": path}
@@ -274,8 +271,8 @@ def test_it_works_beside_the_package_kernels(installed: Installation) -> None:
 
 @pytest.mark.skipif(not LONG, reason="installs it twice more: the long profile")
 @pytest.mark.parametrize("first", ["theirs", "ours"])
-def test_it_lives_beside_the_package_kernels(root: Path, tmp_path: Path, first: str) -> None:
-    """Whichever is installed first, each keeps its files, and keeps them when the other goes."""
+def test_the_wheel_is_installed_beside_the_package_kernels(root: Path, tmp_path: Path, first: str) -> None:
+    """Whichever is installed first, each keeps its files, also when the other is removed."""
     ours, theirs = Installation(root, root, root).wheel, stand_in(tmp_path)
     _quiet(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env"))
     made = Installation(tmp_path, tmp_path, tmp_path)

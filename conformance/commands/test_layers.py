@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold, and each is broken by one import that it is there to refuse."""
+"""The import contracts of pyproject.toml hold, and each rejects an import that violates it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TYPES = {
     "independence": independence.IndependenceContract,
     "layers": layers.LayersContract,
 }
-# What each contract refuses, one import for each.
+# An import that violates each contract.
 WRONG = {
     "Imports run from commands down to data": ("hybrid.planning.planner", "hybrid.engine.loop"),
     "No kernels backend imports another": ("hybrid.kernels.npu.ops", "hybrid.kernels.oracle.linear"),

@@ -1,4 +1,4 @@
-"""What is called wrongly is answered at once, in words, and once."""
+"""Wrong calls get an error at once, in words, and once."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_numbers_that_measure_nothing_are_wrong_usage(module, options, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_what_commands_take_is_what_plans_know():
+def test_command_options_match_plan_options():
     assert get_args(PrecisionName) == PRECISIONS
     assert get_args(get_type_hints(Target)["kv"]) == CACHES
 
 
-def test_a_cache_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
+def test_an_unwritable_cache_folder_is_reported_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -78,7 +78,7 @@ def test_a_cache_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
     assert (tmp_path / "good" / "cache.bin").exists() and len(caplog.records) == 1
 
 
-def test_what_is_no_text_is_not_encoded():
+def test_values_that_are_no_text_are_not_encoded():
     with hybrid.load(MODEL, "cpu") as model:
         for wrong, kind in ((None, "NoneType"), (3, "int"), (b"x", "bytes"), ([], "list")):
             with pytest.raises(TypeError, match=f"^text to encode must be a str, not {kind}$"):
@@ -104,7 +104,7 @@ def test_timing_an_unknown_operation_prints_the_error_alone(args, message, capsy
 
 @pytest.mark.slow
 def test_short_chunks_share_passes(monkeypatch, capsys, tmp_path):
-    """A pass reads every weight: one for each chunk of two tokens made --chunk 2 a hundred times as dear as --chunk
+    """A pass reads every weight: one for each chunk of two tokens made --chunk 2 a hundred times as slow as --chunk
     512."""
     passes: list[int] = []
     start = Runner.start
@@ -125,7 +125,7 @@ def test_short_chunks_share_passes(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_several_sequences_give_the_logits_of_each(tmp_path: Path):
-    """In slots of their own, beside one that is in use, of any length."""
+    """In separate slots, beside one that is in use, of any length."""
     import numpy as np
 
     sequences = [[2, 5], [2, 9, 11, 40, 7], [2], list(range(2, 60)), [3, 4]]

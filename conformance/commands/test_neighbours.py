@@ -1,5 +1,5 @@
-"""The text of a generation beside other programs on the same GPU, and while they start and are killed, is that of the
-run alone (perf.neighbours). On a CPU driver a small part of it runs, which proves the harness.
+"""The text of a generation beside other programs on the same GPU, and while they start and are killed, equals that of
+the run alone (perf.neighbours). On a CPU driver a small part of it runs, which proves the harness.
 
 HYBRID_CONFORMANCE=long: 4B and 27B, 2000 tokens each, beside products, copies and two more engines, twenty kills.
 """
@@ -38,7 +38,7 @@ def kind():
 
 @pytest.fixture(scope="module")
 def engine():
-    """Of three layers of the demonstration model, on whatever driver answers."""
+    """Three layers of the demonstration model, on whatever driver answers."""
     with open_checkpoint(DEMO) as checkpoint, open_backend("vulkan") as device:
         yield Engine(cut(checkpoint, BOTH), device, EngineConfig(ctx=PROMPT + TEXT))
 
@@ -87,7 +87,7 @@ def test_a_neighbour_and_a_kill_leave_the_text_as_it_is(trials):
     assert [t.name for t in found] == ["alone", "alone, again", "beside copy", "1 starts and kills"]
     assert [t.first_difference for t in found] == [None] * 4 and [t.tokens for t in found] == [TEXT] * 4
     (said,) = found[2].neighbours
-    assert "submits of copy" in said and int(said.split()[0]) > 0, "the neighbour did nothing"
+    assert "submits of copy" in said and int(said.split()[0]) > 0, "the neighbour made no progress"
     assert found[3].kills == 1
 
 
@@ -132,7 +132,7 @@ def test_a_neighbour_that_cannot_work_or_ends_too_early_shows_nothing(kind):
         (neighbours.main, [], "name a MODEL, or give --random NAME"),
     ],
 )
-def test_wrong_usage_is_said_before_anything_starts(main, options, said, capsys):
+def test_wrong_usage_is_reported_before_any_start(main, options, said, capsys):
     assert main(options) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

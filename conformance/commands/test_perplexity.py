@@ -23,7 +23,7 @@ SAME = 1e-4
 @pytest.mark.slow
 @pytest.mark.blas
 def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The beginnings of two documents; all of them whole give the golden loss (test_models)."""
+    """The beginnings of two documents; test_models checks all of them against the golden loss."""
     path = demo("f32")
     assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--cut", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -92,7 +92,7 @@ def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixt
     assert "tokens left out" in out.out and "perplexity" in out.out and "100%" in out.err
 
 
-def test_what_cannot_be_measured_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmeasurable_inputs_are_errors(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, text = str(folder / "a"), str(folder / "text.txt")
     (tmp_path / "empty").write_text("\n\f\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")

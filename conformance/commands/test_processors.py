@@ -1,5 +1,4 @@
-"""Which kernels NumPy multiplies with is asked for, and is what runs; the stand-in for other kernels is as exact as
-they are."""
+"""The requested NumPy kernels are those that run; the stand-in for other kernels is as exact as they are."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from tools import processors
 
 @pytest.mark.blas
 def test_the_kernels_that_were_asked_for_are_those_that_run() -> None:
-    """OpenBLAS goes on with others where it does not know a name, and says nothing."""
+    """OpenBLAS silently uses other kernels for an unknown name."""
     wanted, threads = os.environ.get("OPENBLAS_CORETYPE"), os.environ.get("OPENBLAS_NUM_THREADS")
     found = [lib for lib in threadpoolctl.threadpool_info() if lib["internal_api"] == "openblas"]
     if not found or not (wanted or threads):
-        pytest.skip("NumPy multiplies by another library than OpenBLAS, or nothing was asked of it")
+        pytest.skip("NumPy uses another library than OpenBLAS, or no kernel was requested")
     assert wanted is None or [lib["architecture"] for lib in found] == [wanted]
     assert threads is None or {lib["num_threads"] for lib in found} <= {min(int(threads), os.cpu_count() or 1)}
 

@@ -1,4 +1,4 @@
-"""Schedule files and device sheets: what is wrong is one line with file, key and fix; the commands print real plans."""
+"""Schedule files and device sheets: an error is one line with file, key and fix; the commands print real plans."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_an_extension_adds_what_is_not_set_and_can_itself_be_extended(tmp_path: 
 
 @pytest.mark.parametrize("name", ["gemma3-hybrid"])
 def test_another_family_is_placed_by_the_same_lines(name: str, tmp_path: Path) -> None:
-    """A family with its own tensors and one more step: the shipped placements extend it as they are."""
+    """A family with its own tensors and one more step: the shipped placements extend it unchanged."""
     family = (SCHEDULES / "gemma3.toml").read_text().replace('"gemma3"', '"other"').replace("y.{l}", "normed.{l}")
     written(
         tmp_path,
@@ -288,7 +288,7 @@ def test_a_form_takes_the_place_of_steps_where_they_run() -> None:
 
 @pytest.mark.parametrize("path", sorted(FORMS.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_forms_name_tensors_that_there_are(path: Path) -> None:
-    """Every argument is one of the new operation's, every source one of the old one's or made by a step before."""
+    """Every argument is one of the new operation's, every source one of the old one's or made by an earlier step."""
     form, ops = load_toml(path, Form), load_ops()
     assert form.form.name == path.stem
     for op, steps in form.instead.items():

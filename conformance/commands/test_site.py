@@ -1,4 +1,4 @@
-"""`make docs`: every page is there, every link and picture of the site leads somewhere, no command is left out."""
+"""`make docs`: every page exists, every link and picture of the site resolves, every command is listed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tools import help as commands
 from tools import pages, site
 
 WORKERS = {"hybrid.text.chat_template", "hybrid.text.grammar_worker", "perf.isa.radv"}
-"""Modules that other processes of ours start: no user calls them."""
+"""Modules that the project's own processes start: not for users."""
 
 
 class Page(HTMLParser):
-    """The ids of a page, and where its links and pictures lead."""
+    """The ids of a page, and the targets of its links and pictures."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

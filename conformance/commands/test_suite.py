@@ -1,4 +1,4 @@
-"""What the suite says of itself: the quick selection, and where the part ran that needs matrix units."""
+"""Tests of the suite: the quick selection, and the report of where matrix unit tests ran."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_texts_agree_up_to_a_near_tie_and_no_further() -> None:
             ties.agree(ours, [1, 2, 3, 4], leads, near, at_least)
 
 
-def test_a_choice_is_clear_by_what_the_rounding_of_its_own_row_makes_of_a_difference() -> None:
+def test_a_margin_is_compared_with_the_rounding_of_its_row() -> None:
     wanted = np.zeros((2, 100))
     wanted[:, 7] = 1.0
     noise = np.where(np.arange(100) % 2, 1.0, -1.0)

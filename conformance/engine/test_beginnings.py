@@ -1,7 +1,7 @@
-"""Text from beginnings that the models were not trained on: the same with guesses and without, greedy and sampled.
+"""Text from prompts unlike the training data: the same with and without drafts, greedy and sampled.
 
 `python -m conformance.engine.test_beginnings DEVICE lookup,model,deterministic [COUNT TOKENS]` runs many (200 of 24
-tokens) and prints what happened; deterministic: with lookup, bit for bit.
+tokens) and prints counts; deterministic: with lookup, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLOTS, CTX = 8, 128
 
 
 def beginnings(model: hybrid.Model, count: int) -> list[list[int]]:
-    """Of several lengths, from all over the held-out documents."""
+    """Beginnings of several lengths, from all parts of the held-out documents."""
     text = [model.encode(d) for d in (GOLDEN / "held-out.txt").read_bytes().decode().split("\n\f\n")]
     found = []
     for i in range(count):
@@ -48,8 +48,8 @@ def texts(model: hybrid.Model, prompts: list[list[int]], **options: Any) -> list
 
 
 def run(draft: Any, device: str, count: int, tokens: int, file: Any = DEMO, **options: Any) -> Counter[str]:
-    """Asserts that texts are the same, up to a choice that rounding can change, or, of a deterministic engine, with the
-    same log-probabilities to the last bit; returns what was counted."""
+    """Asserts that texts are equal up to a token that rounding can change. A deterministic engine's log-probabilities
+    must be equal to the last bit. Returns counts."""
     done: Counter[str] = Counter()
     how = {"precision": "exact", "slots": SLOTS, **options}
     logprobs = int("deterministic" in options)
@@ -64,7 +64,7 @@ def run(draft: Any, device: str, count: int, tokens: int, file: Any = DEMO, **op
             for prompt, one, other in zip(prompts, plain, guessed, strict=True):
                 same = one.ids == other.ids and one.logprobs == other.logprobs
                 if not same:
-                    assert "deterministic" not in options, f"bit for bit: {one}, with guesses {other}"
+                    assert "deterministic" not in options, f"bit for bit: {one}, with drafts {other}"
                     close(model, prompt, list(one.ids), list(other.ids), chosen)
                 done[f"{way} same" if same else f"{way} from a near tie on"] += 1
                 done["drafted"] += other.usage.drafted_tokens
@@ -76,7 +76,7 @@ def run(draft: Any, device: str, count: int, tokens: int, file: Any = DEMO, **op
 
 
 def close(model: hybrid.Model, prompt: list[int], one: list[int], other: list[int], chosen: dict[str, Any]) -> None:
-    """Assert that where two texts part, some rounding of the logits allows either choice."""
+    """Assert that at the first difference of two texts, some rounding of the logits allows either token."""
     at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
     logits = model.logits([*prompt, *one[:at]])[-1][: model.engine.target.n_tokens].astype(float)
     if not chosen:
@@ -91,7 +91,7 @@ def close(model: hybrid.Model, prompt: list[int], one: list[int], other: list[in
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS if LONG else ["model"])
 @pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])
-def test_texts_are_the_same_with_guesses(backend: str, draft: str) -> None:
+def test_texts_are_the_same_with_drafts(backend: str, draft: str) -> None:
     count, tokens = (200, 24) if LONG else (6, 12)
     done = run(DRAFTS[draft], backend, count, tokens)
     assert done["greedy same"] + done["sampled same"] >= 1.9 * count, done
@@ -99,9 +99,8 @@ def test_texts_are_the_same_with_guesses(backend: str, draft: str) -> None:
 
 
 @pytest.mark.slow
-def test_deterministic_texts_have_the_same_bits_with_guesses() -> None:
-    """Guesses that are right and others that are not (in the short profile, a few of the model's layers by fewer of
-    them)."""
+def test_deterministic_texts_have_the_same_bits_with_drafts() -> None:
+    """Correct and wrong drafts. In the short profile, a model of few layers, drafted by a model of fewer."""
     whole = open_checkpoint(DEMO)
     file, draft = (whole, DRAFTS["model"]) if LONG else (cut(whole, (0, 1, 2, 11)), cut(whole, (0, 1, 11)))
     count, tokens = (20, 24) if LONG else (2, 8)
@@ -109,8 +108,8 @@ def test_deterministic_texts_have_the_same_bits_with_guesses() -> None:
     assert done["greedy same"] + done["sampled same"] == 2 * count and 0 < done["accepted"] < done["drafted"], done
 
 
-def test_where_texts_part_either_choice_must_be_allowed() -> None:
-    """What the comparison lets pass, and what not."""
+def test_where_texts_diverge_either_token_must_be_allowed() -> None:
+    """Which differences the comparison accepts."""
     with hybrid.load(DEMO, "cpu", ctx=CTX, precision="exact") as model:
         (prompt,) = beginnings(model, 1)
         logits = model.logits(prompt)[-1]

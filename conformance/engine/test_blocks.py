@@ -1,4 +1,4 @@
-"""Blocks of the KV cache without a scheduler: what is found again, what goes first, what is counted."""
+"""Blocks of the KV cache without a scheduler: prefix hits, eviction order, accounting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def computed(blocks: Blocks, ids: list[int], now: int = 1):
 
 
 def found(blocks: Blocks, ids: list[int], now: int = 2) -> int:
-    """Blocks of another sequence that need not be computed."""
+    """Cached blocks that another sequence can reuse."""
     return blocks.match(blocks.held(), ids, len(ids) // blocks.block, now)[0]
 
 
@@ -42,13 +42,13 @@ def test_a_group_knows_which_blocks_a_row_sees(position, window, block):
     assert group.first(position, block) == min(seen) // block
     spans = [len({p // block for p in range(max(0, q - window + 1) if window else 0, q + 1)}) for q in range(position)]
     assert group.need(position, block) >= max(spans)
-    if position > 4 * (window + block):  # and no more than it needs
+    if position > 4 * (window + block):  # exactly the blocks it needs
         assert group.need(position, block) == max(spans)
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 8))
-def test_what_a_row_sees_is_held_and_hardly_more(positions, window, block):
+def test_blocks_in_a_rows_window_are_held_and_hardly_more(positions, window, block):
     blocks = Blocks([Group("local", 30, window)], block)
     held, writes = blocks.held(), []
     for position in range(positions):
@@ -65,14 +65,14 @@ def test_a_prefix_is_found_as_far_as_it_is_the_same():
     assert found(blocks, ids) == 3  # the fourth block is not full
     assert found(blocks, [*ids[:9], 99, *ids[10:]]) == 2
     assert found(blocks, [99, *ids[1:]]) == 0
-    assert found(blocks, ids[4:]) == 0, "the same tokens after others are others"
+    assert found(blocks, ids[4:]) == 0, "the same tokens after another prefix have other keys"
     blocks.release(held)
     assert found(blocks, ids) == 3
     assert blocks.used == {"global": 0} and blocks.free == {"global": 20} and blocks.cached == {"global": 3}
 
 
-def test_another_model_finds_nothing():
-    """One cache, two salts: as if a file of keys was read by another model."""
+def test_a_key_depends_on_the_model():
+    """One cache, two salts: as if another model read a saved file of keys."""
     one, other = store(salt=b"a"), store(salt=b"b")
     ids = list(range(8))
     computed(one, ids)
@@ -87,8 +87,8 @@ def test_tokens_of_any_size_have_keys_of_their_own():
     assert len(keys) == 6
 
 
-def test_a_key_stands_for_all_of_a_span():
-    """Rows of a span see what comes later in it; ids that name rows stand for what these hold."""
+def test_a_key_covers_a_whole_span():
+    """Rows of a span see later rows in it; ids of embedding rows hash by the rows' content."""
     blocks, ids = store(block=4), list(range(12))
     key = blocks.key(blocks.held(), ids, 0)
     spans = [(2, 7)]
@@ -124,7 +124,7 @@ def test_a_window_must_be_there_whole():
     blocks.check([held])
 
 
-def test_what_is_found_is_held_and_slides_on():
+def test_cached_blocks_are_held_and_their_window_slides():
     blocks, ids = store(window=6), list(range(20))
     first = computed(blocks, ids)
     second, writes = blocks.held(), []
@@ -142,7 +142,7 @@ def test_what_is_found_is_held_and_slides_on():
     blocks.check([])
 
 
-def test_blocks_of_the_same_pass_are_coming_but_not_there():
+def test_blocks_of_the_same_pass_are_pending():
     blocks, ids = store(), list(range(12))
     computed(blocks, ids, now=7)
     assert blocks.match(blocks.held(), ids, 3, 7) == (0, True)
@@ -165,7 +165,8 @@ def test_the_least_recently_used_branch_goes_first_from_its_end():
 
 
 def test_the_middle_of_a_branch_goes_before_its_last_window():
-    """Of 10 local blocks, two sequences of 20 positions (window 6) leave 5 each. What runs then takes the middles."""
+    """Of 10 local blocks, two sequences of 20 positions (window 6) leave 5 each. The next sequence evicts the middle
+    blocks."""
     blocks = store(blocks=40, window=6, local=10)
     a, b = [1] * 20, [2] * 20
     for ids in (a, b):
@@ -180,9 +181,8 @@ def test_the_middle_of_a_branch_goes_before_its_last_window():
     blocks.check([other])
 
 
-def test_where_branches_part_is_kept_as_their_ends_are():
-    """Two texts behind the same 12 tokens: the window there (blocks 1 and 2) outlives what came after it, on either
-    side."""
+def test_the_window_at_a_fork_is_kept_like_the_ends():
+    """Two continuations of the same 12 tokens: the window at the fork (blocks 1 and 2) outlives later blocks of either."""
     blocks = store(blocks=40, window=6, local=11)
     system = [7] * 12
     first = computed(blocks, [*system, *[1] * 16])
@@ -203,7 +203,7 @@ def test_where_branches_part_is_kept_as_their_ends_are():
     blocks.check([other])
 
 
-def test_two_that_have_computed_the_same_keep_one_of_it():
+def test_duplicate_blocks_are_merged():
     blocks, ids = store(window=6), [1] * 20
     one, two = computed(blocks, ids), computed(blocks, ids)
     blocks.check([one, two])
@@ -231,8 +231,8 @@ def test_a_prompts_end_is_kept_longer_than_its_middle():
 
 
 def asked(blocks: Blocks, ids: list[int], generated: int, now: int) -> int:
-    """Run a prompt whose rows are one pass, then rows of generated tokens, as the scheduler does; returns the tokens
-    found."""
+    """Run a prompt whose rows are one pass, then rows of generated tokens, as the scheduler does; returns the number of
+    cached tokens."""
     scheduler = Scheduler(blocks, Limits(slots=1, ctx=400, rows=400), lambda: 0.0)
     scheduler.number = now
     stream = request(0, ids, generated)
@@ -248,7 +248,7 @@ def asked(blocks: Blocks, ids: list[int], generated: int, now: int) -> int:
 def test_a_prompt_asked_again_is_found_on_a_used_cache(length: int) -> None:
     """All of it but the blocks of its last token, whatever else the cache holds, and however much was generated."""
     blocks = Blocks([Group("global", 100), Group("local", 24, 128)], 32)
-    for n in range(20):  # conversations that ended
+    for n in range(20):  # ended conversations
         asked(blocks, [n] * 150, 120, 1000 * n)
     ids = [500 + i for i in range(length)]
     assert asked(blocks, ids, 70, 50_000) == 0
@@ -267,7 +267,7 @@ def test_without_its_global_block_a_local_one_is_free():
     blocks.check([other])
 
 
-def test_growing_is_whole_or_not_at_all():
+def test_growing_is_atomic():
     blocks = store(blocks=9, window=6, local=4)
     held, writes = blocks.held(), []
     assert not blocks.grow(held, 5, 0, writes) and not writes and held.size == 0
@@ -281,7 +281,7 @@ def test_without_reuse_nothing_is_found():
     assert found(blocks, [1] * 20) == 0
 
 
-def test_a_lost_device_leaves_nothing_to_find():
+def test_a_lost_device_empties_the_cache():
     blocks, ids = store(window=6), [1] * 20
     blocks.release(computed(blocks, ids))
     blocks.clear()
@@ -307,7 +307,7 @@ def test_a_ring_has_the_blocks_that_a_chunk_can_see():
         assert shape.ring == max(len({position // shape.block for position in rows}) for rows in seen)
 
 
-def test_what_cannot_be_is_said():
+def test_impossible_values_are_errors():
     with pytest.raises(ValueError, match="group g: blocks must be positive, not 0"):
         Group("g", 0)
     with pytest.raises(ValueError, match="group g: window must be 0 or more, not -1"):
@@ -316,8 +316,8 @@ def test_what_cannot_be_is_said():
         Blocks([], 4)
 
 
-def test_the_accounting_notices():
-    """One reference too many, a block in two places, a key without its block."""
+def test_the_audit_detects_corruption():
+    """One reference too many, a block in two lists, a key without its block."""
     for wrong in ("reference", "free", "key"):
         blocks = store()
         held = computed(blocks, [1] * 9)

@@ -1,5 +1,4 @@
-"""The KV cache in q8_0: what it costs in nats, what it saves in memory, and that batches, windows and both devices
-agree."""
+"""The KV cache in q8_0: its cost in nats, its memory, and the agreement of batches, windows and both devices."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ def model(folder: Path, **changes: Any) -> Checkpoint:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nats_with_q8_0_are_those_with_f16(models: Models, backend: str) -> None:
-    """Over the 3025 predictions; in the short profile over four documents, on Vulkan over the beginning of one, past
-    the window, with three layers, whose text is poor and whose nats move as much."""
+    """Over the 3025 predictions. In the short profile four documents; on Vulkan the beginning of one, past the window,
+    with three layers, whose nats move as much."""
     some, most = (None, None) if LONG else {"cpu": (4, None), "vulkan": (1, WINDOW + 22)}[backend]
     found = []
     for kv in ("f16", "q8_0"):

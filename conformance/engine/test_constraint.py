@@ -1,4 +1,4 @@
-"""Constraints that take a while hold up nobody but their own sequence."""
+"""A slow constraint delays only its own sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: what the cache holds of a prompt is not run again, and the text is that of a prompt run from its first
+"""Conversations: cached tokens of a prompt are not run again, and the text equals that of a prompt run from its first
 token."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybrid.planning.cache import BLOCK
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[hybrid.Model]]:
-    """Two of the same, deterministic: how many rows a pass has changes no bit."""
+    """Two equal deterministic engines: the number of rows of a pass changes no bit."""
     folder = write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
     options = {"ctx": 256, "deterministic": True, "memory": "1GiB"}
     with ExitStack() as stack:
@@ -25,7 +25,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def models(opened: list[hybrid.Model]) -> Iterator[list[hybrid.Model]]:
-    """They hold nothing of an earlier test's."""
+    """Engines with an empty cache."""
     for model in opened:
         forget(model)
     yield opened
@@ -37,17 +37,17 @@ IDS = [2, *range(20, 79)]  # a block and most of the next
 
 
 def forget(model: hybrid.Model) -> None:
-    """Let the next prompt find nothing."""
+    """Empty the cache."""
     model.engine.runner.blocks.clear()
 
 
 @pytest.mark.slow
 def test_a_conversation_that_continues_runs_what_is_new(models: list[hybrid.Model]) -> None:
-    """The last token of a generation has been chosen but not run: the cache holds one token less than was said, of
-    which whole blocks are found again."""
+    """The last token of a generation was sampled but not run: the cache holds one token less than the text, of which
+    whole blocks are reused."""
     model, anew = models
     ids, said = list(IDS), 0
-    for more in ([], [70, 9], []):  # the first answer ends where a block does
+    for more in ([], [70, 9], []):  # the first answer ends at a block boundary
         "".join(model.generate([*ids, *more], BLOCK - len(IDS) % BLOCK, ignore_eos=True))
         stats = model.stats
         assert stats.cached_tokens == ((len(ids) - 1) // BLOCK * BLOCK if said else 0)
@@ -59,8 +59,8 @@ def test_a_conversation_that_continues_runs_what_is_new(models: list[hybrid.Mode
 
 
 @pytest.mark.slow
-def test_what_differs_is_run_again(models: list[hybrid.Model]) -> None:
-    """Only blocks that the new prompt begins with are found, and never the whole prompt."""
+def test_rows_after_a_difference_are_run_again(models: list[hybrid.Model]) -> None:
+    """Only a prefix of the new prompt is found, and never the whole prompt."""
     model, anew = models
     "".join(model.generate(IDS, 4, ignore_eos=True))
     held = [*IDS, *model.stats.ids]

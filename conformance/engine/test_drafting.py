@@ -1,5 +1,5 @@
-"""How many tokens are guessed, and for whom: seconds by given costs of passes, on the device of the scheduler's
-tests."""
+"""The speculation controller: how many tokens are drafted, for which sequences. Seconds by given costs of passes, on
+the device of the scheduler's tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 400
 
 
 def reads(rows: int) -> float:
-    """Of a device whose time is that of reading weights."""
+    """Pass time of a device that is limited by reading weights."""
     return 1 + 0.03 * rows
 
 
@@ -32,12 +32,12 @@ def computes(rows: int) -> float:
 
 
 def full(rows: int) -> float:
-    """Reads weights up to 32 rows, and computes from there on."""
+    """Reads weights up to 32 rows, and is compute-bound from there."""
     return 1.5 if rows <= 32 else 1.5 * rows / 32
 
 
 class Clock:
-    """Of a device whose times are known."""
+    """A clock with known pass times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,8 +47,8 @@ class Clock:
 
 
 class Rated:
-    """Guesses that are right with a rate, by the text of the sequence; `cost` seconds for the most guesses of a sequence,
-    and once `slow` more."""
+    """Drafts accepted at a rate, by the text of the sequence. `cost`: seconds for a sequence's most drafts; `slow`:
+    seconds added once."""
 
     name = "rated"
 
@@ -98,8 +98,8 @@ def spent(
     slow: float = 0.0,
     seed: int = 5,
 ) -> Spent:
-    """Seconds of a text of `tokens` tokens of each sequence, and what was guessed. wanted: guesses that requests ask for.
-    slow: seconds that the first guesses take more."""
+    """Seconds of a text of `tokens` tokens of each sequence, and the drafted counts. wanted: drafts that requests ask
+    for. slow: extra seconds of the first drafts."""
     room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
     limits = Limits(sequences, tokens + 4, rows=room, outs=room, ahead=1)
     blocks = Blocks([Group("local", sequences * (tokens // 4 + 4), WINDOW)], BLOCK)
@@ -137,14 +137,14 @@ def spent(
         (1.0, reads, 0.0, 0.25),
     ],
 )
-def test_what_guesses_cost_and_bring(rate: float, cost: Callable[[int], float], guess: float, most: float) -> None:
-    """Of a text of 400 tokens: half of the tries of an unguessable one are in its first 64."""
+def test_cost_and_gain_of_drafts(rate: float, cost: Callable[[int], float], guess: float, most: float) -> None:
+    """Of a text of 400 tokens: half of the trials of an unpredictable one are in its first 64."""
     found = spent(rate, cost, guess=guess)
     assert found.seconds <= most * TOKENS * cost(1), found
 
 
 H200 = {1: 5.65e-3, 2: 7.5e-3, 3: 10.5e-3, 4: 10.8e-3, 5: 10.0e-3, 6: 10.05e-3, 7: 10.1e-3, 8: 10.3e-3}
-"""Seconds of a 27B pass by its rows, as measured there; a 1B draft takes 0.3 ms and 0.97 ms a guess."""
+"""Seconds of a 27B pass by its rows, measured on an H200; a 1B draft takes 0.3 ms and 0.97 ms a draft token."""
 
 
 def drafts(k: int) -> float:
@@ -154,9 +154,9 @@ def drafts(k: int) -> float:
 @pytest.mark.parametrize(
     ("rate", "most"), [(0.0, 1.04), (0.8, 1.06), *([(0.3, 1.06), (0.6, 1.08), (0.9, 1.05)] if LONG else [])]
 )
-def test_the_best_number_is_found_whatever_is_seen_first(rate: float, most: float) -> None:
-    """Of a draft model by the costs of a real device, which vary by a few percent, and whose first guesses seem to take
-    350 ms; in the mean of some texts, against the number that is best for this rate, none included."""
+def test_the_best_draft_length_is_found_from_any_start(rate: float, most: float) -> None:
+    """A draft model with the costs of a real device, which vary by a few percent, and whose first drafts seem to take
+    350 ms. Compared, in the mean of some texts, with the best number for this rate, zero included."""
     took = []
     for seed in range(4):
         noise = random.Random(seed)
@@ -167,12 +167,11 @@ def test_the_best_number_is_found_whatever_is_seen_first(rate: float, most: floa
         found = spent(rate, lambda rows: vary(H200[rows]), guess=lambda k: vary(drafts(k)), slow=0.35, seed=seed)
         took.append(found.seconds)
     best = min((H200[1 + k] + drafts(k)) / expected(rate, k) for k in range(MOST + 1))
-    assert sum(took) / len(took) <= most * 1.024 * TOKENS * best, took  # 1.024: the mean of what varies
+    assert sum(took) / len(took) <= most * 1.024 * TOKENS * best, took  # 1.024: the mean of the variation
 
 
-def test_sequences_with_guesses_share_one_pass() -> None:
-    """Nothing is submitted for one of them before the passes in flight have been read, or they would alternate ever
-    after."""
+def test_sequences_with_drafts_share_one_pass() -> None:
+    """A sequence waits until the passes in flight are read; otherwise the two would alternate from then on."""
     limits = Limits(2, 40, rows=16, outs=16, ahead=2)
     blocks = Blocks([Group("local", 80, WINDOW)], BLOCK)
     scheduler, drafter = Scheduler(blocks, limits, lambda: 0.0), Rated(Oracle([WINDOW]), 1.0, Clock(), float)
@@ -200,18 +199,18 @@ def wants(rate: float, most: int = MOST, fixed: bool = False) -> tuple[float, in
     return rate, most, fixed
 
 
-def test_what_drafting_takes_is_part_of_what_guesses_are_worth() -> None:
+def test_drafting_time_counts_against_drafts() -> None:
     assert share([wants(0.75)], 8, CostTable({1: 1.0, 8: 1.2}, {1: 0.05}, 1))[0] > 2
     assert share([wants(0.75)], 8, CostTable({1: 1.0, 8: 1.2}, {1: 2.0}, 1)) == [0]
 
 
-def test_costs_are_what_was_measured_and_what_follows_from_it() -> None:
+def test_costs_are_measured_or_interpolated() -> None:
     costs = Costs()
-    assert costs.table(1).plain == 0.0 and costs.table(1).of(3, 2) == 0.0, "nothing is known of a pass"
+    assert costs.table(1).plain == 0.0 and costs.table(1).of(3, 2) == 0.0, "no pass was measured"
     costs.took(1, 10.0)
     costs.drafted(4, 5.0)
     table = costs.table(1)
-    assert table.of(1, 2) == 12.5 and table.of(1, 8) == 20.0, "guesses in proportion"
+    assert table.of(1, 2) == 12.5 and table.of(1, 8) == 20.0, "drafts in proportion"
     costs.drafted(2, 3.0)
     assert [costs.table(1).of(1, k) - 10 for k in (1, 2, 3, 4, 6)] == [1.5, 3.0, 4.0, 5.0, 7.0], "with a constant part"
     costs.took(3, 12.0)
@@ -219,19 +218,19 @@ def test_costs_are_what_was_measured_and_what_follows_from_it() -> None:
     assert costs.table(48).plain == 18.0, "in proportion where a batch fills a device"
 
 
-def test_a_slow_reading_counts_for_little() -> None:
+def test_an_outlier_time_counts_little() -> None:
     costs = Costs()
     costs.took(1, 1.0)
     costs.took(3, 90.0)
     costs.drafted(2, 90.0)
-    assert costs.table(1).of(3, 2) == 5.0, "a row, and a guess, cost a plain pass more at most"
+    assert costs.table(1).of(3, 2) == 5.0, "a row, and a draft token, add at most a plain pass"
     for seconds in (2.0, 2.2, 40.0, 2.1):
         costs.took(3, seconds)
     assert costs.table(1).of(3, 0) == pytest.approx(2.1)
 
 
 class Waits:
-    """A draft model without a device, whose passes are over when this says so."""
+    """A draft model without a device, whose passes end when the test says so."""
 
     name, queues, recordings = "by hand", True, 0
 
@@ -258,14 +257,14 @@ class Waits:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is measured there; where it fails, guessing ends, and is reported once."""
+    """The controller measures drafting and verification together. A failure ends drafting, and is reported once."""
     said: list[str] = []
     clock, model = Clock(), Waits(fails)
     monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
     speculator = Speculator(model, 8, None, None, lambda r, e: None, said.append, clock)  # type: ignore[arg-type]
     one = request(0, [1], 9)
     plain, verified = (Pass(1, [Run(one, 0, 0, (1,) * n, n)], rows=n, outs=n) for n in (1, 4))
-    assert speculator.drafted(verified) == 0.0 and not model.waited, "nothing was drafted"
+    assert speculator.drafted(verified) == 0.0 and not model.waited, "no token was drafted"
     for done in (plain, verified):
         speculator._drafting = 0.0, 3, 0
         clock.now = 0.25
@@ -283,8 +282,8 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool, mo
 
 
 def test_drafting_is_not_timed_while_programs_are_made_or_prompts_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording takes as long as thirty passes, and a drafter's first guesses run its prompt: guessing would seem never to
-    pay."""
+    """Recording takes as long as thirty passes, and a drafter's first call runs its prompt: with these timed, drafting
+    would never seem to pay."""
     clock, model, recorded = Clock(), Waits(False), [0]
     monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
     speculator = Speculator(model, 8, 3, None, lambda r, e: None, lambda why: None, clock, lambda: recorded[0])  # type: ignore[arg-type]
@@ -292,19 +291,19 @@ def test_drafting_is_not_timed_while_programs_are_made_or_prompts_run(monkeypatc
     verified = Pass(1, [Run(one.request, 0, 0, (1,) * 4, 4)], rows=4, outs=4)
     scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
     speculator._queued_after = -1
-    for made, known in ((0, {}), (1, {}), (0, {3: 0.25})):  # its prompt, a program that is made, neither
+    for made, known in ((0, {}), (1, {}), (0, {3: 0.25})):  # its prompt and a newly made program: neither is timed
         one.asked = 3
         assert speculator._propose(scheduler, [one])
         recorded[0] += made
         clock.now += 0.25
-        assert speculator.drafted(verified) == clock.now, "waited for all the same"
+        assert speculator.drafted(verified) == clock.now, "still waited for"
         assert speculator.costs.known("draft") == known
     assert model.waited == 3
 
 
 @pytest.fixture
-def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Waits, Clock, SpecState]:
-    """A speculator with a draft model by hand, and a request with three guesses of a pass."""
+def queued(monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Waits, Clock, SpecState]:
+    """A speculator with a draft model stepped by hand, and a request with three drafts a pass."""
     clock, model = Clock(), Waits(False)
     monkeypatch.setattr(Speculator, "draft", property(lambda self: self.drafter))
     speculator = Speculator(model, 8, 3, None, lambda r, e: None, lambda why: None, clock)  # type: ignore[arg-type]
@@ -314,9 +313,9 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Waits, Clock, S
     return speculator, model, clock, one
 
 
-def test_guesses_behind_a_verification_are_timed_from_its_end(behind: Any) -> None:
-    """The device has gone on by itself since then; other guesses begin when they are asked for."""
-    speculator, _, clock, one = behind
+def test_drafts_queued_after_a_verification_are_timed_from_its_end(queued: Any) -> None:
+    """The device continues by itself after the verification; other drafts begin when they are requested."""
+    speculator, _, clock, one = queued
     scheduler = Scheduler(Blocks([Group("local", 80, WINDOW)], BLOCK), Limits(1, 40, rows=8, outs=8))
     speculator._seen, clock.now = 1.0, 1.5
     for number, began in ((scheduler.number, 1.0), (scheduler.number - 1, 1.5)):
@@ -324,9 +323,9 @@ def test_guesses_behind_a_verification_are_timed_from_its_end(behind: Any) -> No
         assert speculator._propose(scheduler, [one]) and speculator._drafting[:2] == (began, 3)
 
 
-def test_nothing_is_guessed_behind_what_a_text_ends_with(behind: Any) -> None:
-    """Where all guesses are right, a token and another guess must be left."""
-    speculator, model, _, one = behind
+def test_no_tokens_are_drafted_after_the_end_of_a_text(queued: Any) -> None:
+    """Even if all drafts are accepted, a token and another draft must remain."""
+    speculator, model, _, one = queued
     one.request.slot = 0
     for left in (3, 2):
         one.request.last = len(one.request.ids) + 3 + left
@@ -335,14 +334,14 @@ def test_nothing_is_guessed_behind_what_a_text_ends_with(behind: Any) -> None:
     assert model.followed == [{one.request: 3}, {}]
 
 
-def test_where_nobodys_guesses_pay_tries_become_rare() -> None:
-    """A try takes a pass of its own, whichever sequences make it."""
+def test_where_no_drafts_pay_trials_become_rare() -> None:
+    """A trial takes a separate pass, whichever sequences make it."""
     found = spent(0.0, computes, sequences=8)
     assert found.verified > 0 and found.seconds <= 1.02 * TOKENS * computes(8), found
 
 
-def test_a_drafter_that_was_slow_once_is_found_again() -> None:
-    """Its first guesses took as long as thirty passes; and a pass that made programs is no pass's cost."""
+def test_a_drafter_that_was_slow_once_is_retried() -> None:
+    """Its first drafts took as long as thirty passes; and a pass that made programs does not count as a cost."""
     found = spent(0.9, reads, guess=0.05, slow=30.0)
     assert found.drafted / found.verified > 2 and TOKENS / found.passes > 2, found
     before = found.speculator.costs.known("pass")
@@ -351,7 +350,7 @@ def test_a_drafter_that_was_slow_once_is_found_again() -> None:
     assert before == found.speculator.costs.known("pass")
 
 
-def test_where_the_batch_fills_the_device_nothing_is_guessed() -> None:
+def test_where_the_batch_fills_the_device_no_tokens_are_drafted() -> None:
     found = spent(0.9, full, sequences=32, tokens=100)
     assert found.seconds <= 1.02 * 100 * full(32) and not found.drafted, found
     some = spent(0.9, full, sequences=4, tokens=100)
@@ -365,10 +364,10 @@ def test_requests_may_ask_for_their_own_number() -> None:
     assert found.drafted == 3 * found.verified or found.drafted == found.accepted
     assert found.passes == -(-TOKENS // 4) + 1 and found.speculator.costs.known("pass")[4] == pytest.approx(reads(4))
     assert spent(1.0, reads, wanted=0).drafted == 0
-    assert spent(0.0, computes, k=2).verified == TOKENS - 2, "as many as asked for, whatever they are worth"
+    assert spent(0.0, computes, k=2).verified == TOKENS - 2, "as many as requested, whatever they gain"
 
 
-def test_a_sequence_is_taken_for_one_of_all_until_it_is_known() -> None:
+def test_a_new_sequence_uses_the_mean_acceptance() -> None:
     whole = Acceptance(0.6)
     for _ in range(100):
         whole.verified(5, 3)
@@ -377,34 +376,34 @@ def test_a_sequence_is_taken_for_one_of_all_until_it_is_known() -> None:
     for one in (alone, among):
         for accepted in (1, 1, 0, 1):
             one.verified(1, accepted)
-    assert whole.rate < among.rate < alone.rate, "by what little its own guesses say, and by all others"
+    assert whole.rate < among.rate < alone.rate, "by its few own drafts, and the mean of all"
     for _ in range(40):
         among.verified(7, 7)
-    assert among.rate > 0.9, "its own guesses say that it is another"
+    assert among.rate > 0.9, "its own drafts dominate"
 
 
-def test_more_is_guessed_where_more_is_right() -> None:
+def test_more_is_drafted_at_higher_acceptance() -> None:
     assert [round(expected(0.5, k), 3) for k in range(4)] == [1.0, 1.5, 1.75, 1.875]
     mean = [s.drafted / s.verified for s in (spent(rate, reads, guess=0.05) for rate in (0.5, 0.7, 0.95))]
     assert mean[0] < mean[1] < mean[2]
 
 
-def test_guesses_go_where_they_are_likeliest_to_be_right() -> None:
+def test_drafts_go_to_the_sequences_with_the_best_acceptance() -> None:
     passes = {1: 1.0, 3: 1.01, 8: 1.1, 20: 3.0}
     sure, doubtful = wants(0.99), wants(0.1)
-    assert share([sure, doubtful], 7, CostTable(passes, {}, 3)) == [4, 0], "room for four"
+    assert share([sure, doubtful], 7, CostTable(passes, {}, 3)) == [4, 0], "four rows are free"
     assert share([doubtful, sure], 20, CostTable(passes, {}, 3))[0] == 0
-    assert share([wants(0.5, 2, True), doubtful], 4, CostTable(passes, {}, 3)) == [1, 0], "as many as there is room for"
+    assert share([wants(0.5, 2, True), doubtful], 4, CostTable(passes, {}, 3)) == [1, 0], "as many as free rows"
     assert share([sure], 3, CostTable(passes, {}, 3)) == [0]
     assert share([sure], 8, CostTable({1: 1.0, 2: 2.0, 8: 8.0}, {}, 1)) == [0]
 
 
-def test_tries_in_vain_become_rare() -> None:
+def test_rejected_trials_become_rare() -> None:
     one, rests = SpecState(request(0, [1], 9), MOST, False, Acceptance()), []
     for _ in range(8):
-        assert one.offer(0, 2) == 2, "a try"
+        assert one.offer(0, 2) == 2, "a trial"
         assert one.offer(0, 2) == 0, "tried, and not worth it"
         rests.append(one.rest)
         one.rest = 0
     assert rests == [8, 16, 32, 64, 128, 128, 128, 128]
-    assert one.offer(3, 2) == 3 and one.offer(0, 0) == 0 and one.rest == 8, "after guesses that paid"
+    assert one.offer(3, 2) == 3 and one.offer(0, 0) == 0 and one.rest == 8, "after drafts that paid"

@@ -1,4 +1,4 @@
-"""Who guesses: what was looked up, known texts, a smaller model."""
+"""Drafters: prompt lookup, known texts, a smaller model."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from hybrid.kernels.oracle.device import CpuDevice
 
 
 def after(found: Any, ids: Sequence[int], most: int) -> list[int]:
-    """Guesses for one sequence, another each time."""
+    """Drafts for one sequence, a new one for each call."""
     return next(iter(found.propose({request(0, ids, 99): most}).values()))
 
 
-def test_lookup_finds_what_followed_and_repeats_what_repeats() -> None:
+def test_lookup_finds_continuations_and_repeats() -> None:
     found, one = Lookup(), request(0, [1, 2, 3, 4, 5, 1, 2], 99)
     assert found.propose({one: 3}) == {one: [3, 4, 5]}, "after two tokens"
     one.ids += [9]
-    assert found.propose({one: 3}) == {one: []}, "nothing stood there before"
+    assert found.propose({one: 3}) == {one: []}, "no earlier token"
     one.ids += [1, 2]
     assert found.propose({one: 3}) == {one: [9, 1, 2]}, "the latest place"
     assert after(found, [7, 1, 2, 3, 4, 8, 6, 3, 4, 9, 1, 2, 3, 4], 2) == [8, 6], "four tokens go before two"
-    assert after(found, [5, 6, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5], "on and on"
+    assert after(found, [5, 6, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5], "repeatedly"
     assert after(found, [4, 4], 3) == [] == after(found, [4], 2)
     found.end(one)
     assert one not in found._places
@@ -50,14 +50,14 @@ def test_replay_is_right_as_often_as_asked() -> None:
         assert abs(sum(a == b for a, b in zip(guessed, text, strict=True)) / len(text) - rate) <= 0.05
     one = request(0, [1], 9)
     one.ids += text
-    assert Replay({(1,): text}, 1.0).propose({one: 3}) == {one: []}, "nothing is known behind its end"
+    assert Replay({(1,): text}, 1.0).propose({one: 3}) == {one: []}, "no drafts after its end"
     assert after(Replay({(1,): text}, 1.0), [2], 3) == [], "nor of another prompt"
     with pytest.raises(ValueError, match="rate must be a probability"):
         Replay({(1,): text}, 1.5)
 
 
 def draft(ctx: int, passes: list[Pass | None] | None = None) -> DraftModel:
-    """On a runner that runs nothing, and whose passes choose no tokens. passes: notes them; None: an abort."""
+    """A draft model on a runner without a device, whose passes sample no tokens. passes: records them; None: an abort."""
     noted = [] if passes is None else passes
     runner: Any = SimpleNamespace(
         device=SimpleNamespace(shares=lambda name: True, passes_ahead=2, peek=lambda *place: FAULTED),
@@ -72,20 +72,20 @@ def draft(ctx: int, passes: list[Pass | None] | None = None) -> DraftModel:
 
 
 def verified_on(one: Request) -> Request:
-    """As if the larger model ran it."""
+    """Verify as the larger model would."""
     one.slot, one.last = 0, one.n_prompt + one.limit
     return one
 
 
-def test_a_draft_follows_no_further_than_the_context() -> None:
+def test_a_draft_stops_at_the_context() -> None:
     for n, follows in ((33, True), (34, False)):
         one, small = verified_on(request(0, [1] * n, 40 - n)), draft(40)
         assert len(small.propose({one: 3})[one]) == 3
-        assert small.queue_after({one: 3}, 3) == follows, "three verified, three behind them"
+        assert small.queue_after({one: 3}, 3) == follows, "three verified, three queued after them"
 
 
-def test_what_a_draft_expects_is_behind_the_last_verification() -> None:
-    """Where all guesses were right its first pass has run the last of them, and is no guess."""
+def test_a_draft_expects_rows_after_the_last_verification() -> None:
+    """If all drafts were accepted, its first pass runs the last of them, and drafts no token."""
     for right, expected in ((3, 2), (1, 3)):
         one, small = verified_on(request(0, [1] * 10, 30)), draft(40)
         small.propose({one: 3})
@@ -95,11 +95,11 @@ def test_what_a_draft_expects_is_behind_the_last_verification() -> None:
         assert small.expects(one) == expected
         small.propose({one: expected})
         one.ids += [1]
-        assert small.expects(one) == 0, "nothing was submitted behind that one"
+        assert small.expects(one) == 0, "no pass was queued after that one"
 
 
-def test_a_draft_runs_again_what_it_guessed_wrongly() -> None:
-    """Also where tokens came without guesses since then."""
+def test_a_draft_recomputes_rejected_tokens() -> None:
+    """Also where tokens came without drafts since then."""
     passes = list[Pass | None]()
     one, small = verified_on(request(0, [1] * 10, 30)), draft(40, passes)
     small.propose({one: 3})
@@ -135,8 +135,8 @@ def test_an_aborted_step_of_a_draft_is_run_again() -> None:
 def test_a_draft_that_fails_while_it_runs_is_closed_at_once(
     monkeypatch: pytest.MonkeyPatch, backend: str, gone: tuple[str, ...]
 ) -> None:
-    """Its device, with all that lies there, and its file, while the text goes on; not when the model is closed, or
-    collected."""
+    """Its device, with its memory, and its file are released while the text continues; not only when the model is
+    closed or collected."""
     files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with hybrid.load(files[0], for_model(backend), ctx=64, precision="exact", draft=files[1], speculate=3) as model:
         assert model.speculator is not None
@@ -166,7 +166,7 @@ def test_a_draft_that_fails_while_it_runs_is_closed_at_once(
 
 @pytest.mark.slow
 def test_a_draft_that_cannot_be_made_ready_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its device and its file, and those of the model."""
+    """The draft's device and file, and those of the model."""
     closed = []
 
     def fail(self: DraftModel, *given: Any) -> None:

@@ -1,5 +1,4 @@
-"""What an engine is configured with is checked when the configuration is made, and against the model when it is
-used."""
+"""An engine's configuration is checked when it is made, and against the model when it is used."""
 
 from __future__ import annotations
 

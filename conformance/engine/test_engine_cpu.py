@@ -1,4 +1,4 @@
-"""The engine on the NumPy device, with small random models of many shapes, against the equations written plainly."""
+"""The engine on the NumPy device against plainly written equations, with small random models of many shapes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_greedy_decoding_follows_the_logits(tmp_path):
 
 def made_logits(made: Engine, folder: Path, ids: list[int]) -> np.ndarray:
     logits = Engine(made.checkpoint, CpuDevice(), EngineConfig(precision="exact")).logits(ids)
-    logits[:, made.target.n_tokens :] = -np.inf  # rows beyond the tokenizer are never chosen
+    logits[:, made.target.n_tokens :] = -np.inf  # rows beyond the tokenizer are never sampled
     return logits
 
 
@@ -94,7 +94,7 @@ def test_after_warm_up_nothing_is_allocated_or_recorded(tmp_path):
 
 
 def test_a_step_of_decoding_costs_few_calls(tmp_path):
-    """One token is matrix times vector at the speed of memory, and then the interpreter."""
+    """A token is matrix times vector at memory speed; the rest is interpreter overhead."""
     made = engine(tmp_path, weights="q8_0", precision="auto")
     handle = ask(made, IDS, 9)
     until(handle, 3)

@@ -1,4 +1,4 @@
-"""What the engine itself does: work per token as a count of calls, tokens in batches, and deterministic passes."""
+"""The engine's host work: Python calls per token, tokens in batches, and deterministic passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
 from hybrid.engine.request import Options, Request
 
-MOST_CALLS = 100  # of Python functions, per token and its reader
+MOST_CALLS = 100  # Python function calls per token and its reader
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def device(devices, request):
 
 
 def calls(run):
-    """Python functions, and C functions beside them, called while `run` runs."""
+    """Python function calls, and C function calls, while `run` runs."""
     python, native = 0, 0
 
     def count(frame, event, arg):
@@ -65,7 +65,7 @@ def test_a_token_takes_few_calls_whatever_the_context(checkpoint, device):
         engine = Engine(checkpoint, device, EngineConfig(ctx=ctx))
         engine.runner.warm_up()
         tokens = ask(engine, IDS[:9], 50).events()
-        for _ in range(24):  # into the second block, whose table entry has come
+        for _ in range(24):  # into the second block, whose table entry was published
             next(tokens)
         before, down = engine.counters.copy(), engine.counters.bytes_down
         found.append(calls(lambda tokens=tokens: [next(tokens) for _ in range(8)]))
@@ -78,7 +78,7 @@ def test_a_token_takes_few_calls_whatever_the_context(checkpoint, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_end_of_text_is_seen_though_a_pass_behind_it_runs(folder, backend):
+def test_an_end_of_text_is_seen_while_a_later_pass_runs(folder, backend):
     with hybrid.load(folder, for_model(backend), ctx=64) as model:
         every = "".join(model.generate([2, 5], 12, ignore_eos=True))
         ids = model.stats.ids
@@ -94,14 +94,14 @@ def test_an_end_of_text_is_seen_though_a_pass_behind_it_runs(folder, backend):
 @pytest.mark.parametrize("device", BACKENDS, indirect=True)
 @pytest.mark.parametrize("weights", ["q4_0", "f32"])
 def test_deterministic_results_do_not_depend_on_how_a_prompt_is_cut(checkpoint, device, weights):
-    """Bit for bit: logits by any number of rows, what is chosen after any chunks, and everything once more."""
+    """Bit for bit: logits by any number of rows, sampled tokens after any chunks, and everything repeated."""
     engine = Engine(checkpoint, device, EngineConfig(ctx=64, weights=weights, deterministic=True))
     logits = [engine.logits(IDS[:29], chunk) for chunk in (None, None, 1, 5, *([3] if LONG else []))]
     assert all((found == logits[0]).all() for found in logits)
     texts = []
     for rows in (0, 0, 7, 3, 1):
         request = Request(0, IDS[:29], Options(max_tokens=21 if LONG else 9, ignore_eos=True), rows=rows)
-        request.private = True  # nothing of the text before is found
+        request.private = True  # the cache is empty
         texts.append(list(engine.drive(request).result().ids))
         cache = [engine.device.read(f"kv.{i}.k").parts[0].copy() for i in range(2)]
         texts[-1].append(hash(tuple(c.tobytes() for c in cache)))
@@ -121,7 +121,7 @@ def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, d
 @pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.slow
-def test_a_deterministic_model_says_the_same_again(folder, backend):
+def test_a_deterministic_model_repeats_its_text(folder, backend):
     with hybrid.load(folder, for_model(backend), ctx=64, weights="q4_0", deterministic=True) as model:
         prompt = list(range(2, 25))
         first, logits = "".join(model.generate(prompt, 12, ignore_eos=True)), model.logits(prompt)

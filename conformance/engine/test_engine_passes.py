@@ -1,5 +1,4 @@
-"""How an engine cuts its work into passes, on the NumPy device: rows, buckets, submits, and what is left when it
-ends."""
+"""How an engine splits its work into passes, on the NumPy device: rows, buckets, submits, and state at the end."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def engine(folder: Path) -> Engine:
 
 
 def test_prompts_are_cut_into_passes(folder: Path) -> None:
-    """Rows of prompts one after another; a pass has an output row for each prompt that ends in it."""
+    """Prompts' rows are concatenated; a pass has an output row for each prompt that ends in it."""
     engine = Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64, chunk=16, slots=2))
     made: list[Pass] = []
     start = engine.runner.start
@@ -88,14 +87,14 @@ def test_passes_that_read_logits_back_fit_in_host_memory() -> None:
         assert sizes.outs == (1, 8, 20) and sizes.decode == decode
     assert sizes.logits == 8 and sizes.logits * 4 * hp.vocab <= LOGITS_BYTES < 32 * 4 * hp.vocab
     assert sizes.hidden == 128 and sizes.hidden * 4 * hp.hidden * (hp.n_layers + 1) <= HIDDEN_BYTES
-    assert pass_sizes(tiny(vocab=1 << 30), 256, 1, 128).logits == 1  # one row, whatever it takes
+    assert pass_sizes(tiny(vocab=1 << 30), 256, 1, 128).logits == 1  # one row, whatever its size
     assert pass_sizes(hp, ctx=20, slots=2, chunk=512).rows == (1, 8, 32, 40)  # no more rows than positions
     assert pass_sizes(hp, ctx=1, slots=4, chunk=2).rows == (1, 4)  # a row for each slot
     assert pass_sizes(hp, 256, 2, 128, fixed=8) == pass_sizes(hp, 256, 1, 512, fixed=8)
     assert [fixed_rows("vulkan", n) for n in (1, 8, 9)] == [8, 8, 9] and fixed_rows("cpu", 1) == 1
 
 
-def test_passes_are_wider_where_matrix_units_multiply() -> None:
+def test_passes_have_more_rows_with_matrix_units() -> None:
     assert chunk_of({"f16_matrices"}) == 2048 and chunk_of(()) == 512
     assert (
         capabilities_of(lambda name: name == "f16_matrices") == {"f16_matrices"}
@@ -104,17 +103,17 @@ def test_passes_are_wider_where_matrix_units_multiply() -> None:
 
 
 def test_no_more_passes_are_run_than_tokens_need(engine: Engine) -> None:
-    """The last token is chosen and never run."""
+    """The last token is sampled and never run."""
     for most, ran in ((1, 10), (5, 14), (100, 63)):
         before = engine.scheduler.counts.rows
         request = Request(0, IDS[:10], Options(max_tokens=most, ignore_eos=True))
-        request.private = True  # the cache has it from the second time on
+        request.private = True  # the cache holds it from the second time on
         assert len(engine.drive(request).result().ids) == min(most, 54)
         assert engine.scheduler.counts.rows - before == ran
 
 
 def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters are written for a slot that no pass in flight chooses in; messages have places of their own."""
+    """Parameters are written for a slot only if no pass in flight samples in it; each message has its own buffer."""
     engine = Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64, chunk=8, slots=2))
     seen: list[str] = []
 
@@ -150,7 +149,7 @@ def test_reading_logits_gives_its_slots_back(engine: Engine) -> None:
 
 
 def test_rows_that_run_again_are_delivered_once(engine: Engine) -> None:
-    """Of a request that begins anew, as after an aborted step."""
+    """Of a request that restarts, as after an aborted step."""
     wanted = engine.logits(IDS, 8)
     parts = engine.logits_of([IDS], 8)
     found = [next(parts)]
@@ -160,8 +159,8 @@ def test_rows_that_run_again_are_delivered_once(engine: Engine) -> None:
     assert np.array_equal(np.concatenate([*found, *parts]), wanted)
 
 
-def test_what_was_held_back_comes_at_the_end(folder: Path) -> None:
-    """A stop string that has begun when the last token comes is text after all."""
+def test_held_back_text_comes_at_the_end(folder: Path) -> None:
+    """A partial stop string at the last token becomes text."""
     with hybrid.load(folder, "cpu", ctx=64) as model:
         text = "".join(model.generate([2, 30, 31], 12, ignore_eos=True))
         assert len(text) > 3

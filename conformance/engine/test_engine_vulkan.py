@@ -56,7 +56,7 @@ def model(folder, **changes):
 
 
 KERNELS = ["odd sizes", "groups of three", "wide heads"]
-"""Shapes with kernels of their own, which conformance/ops looks at too: in the short profile one, in turn."""
+"""Shapes with their own kernels, which conformance/ops tests too: in the short profile one, alternating."""
 TURN = int(kernels_digest(), 16) % len(KERNELS)
 
 
@@ -85,7 +85,7 @@ def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, device, n
 @pytest.mark.slow
 def test_quantised_models_agree_with_the_cpu_device(tmp_path, device, weights):
     checkpoint = model(tmp_path)
-    for precision, bound in (("exact", 1e-4), ("auto", 0.15)):  # int8: one code that rounds the other way is seen
+    for precision, bound in (("exact", 1e-4), ("auto", 0.15)):  # int8: one code that rounds differently is visible
         ours = Engine(checkpoint, device, EngineConfig(chunk=16, weights=weights, precision=precision)).logits(IDS)
         theirs = Engine(checkpoint, CpuDevice(), EngineConfig(chunk=16, weights=weights, precision=precision)).logits(
             IDS
@@ -104,13 +104,13 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
 
 @pytest.mark.slow
 def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
-    """The last one too, whose sum goes to the logits; what workgroups publish to one another is zero again."""
+    """Includes the last layer, whose sum feeds the logits; inter-workgroup flags are zero again."""
     checkpoint, texts, dispatches = open_checkpoint(write_hf(tmp_path, HPARAMS, dtype="f32")), [], []
-    for layer in (False, True):  # kernels of test_mailbox.py: they take the driver's compiler seconds
+    for layer in (False, True):  # kernels of test_mailbox.py: the driver takes seconds to compile them
         with tuned(device, 1, layer):
             made = engine(device, checkpoint)
             handle = ask(made, IDS[:9], MANY + 3)
-            until(handle, 1)  # two passes ahead of it were submitted by now
+            until(handle, 1)  # two later passes were submitted by now
             before = made.counters.copy()
             texts.append(list(handle.result().ids))
             dispatches.append(made.counters.minus(before).dispatches)
@@ -135,7 +135,7 @@ def test_a_token_is_one_submit_and_nothing_else(tmp_path, device):
     before = made.counters.copy()
     handle.result()
     done = made.counters.minus(before)
-    assert done.submits == 21  # the others were submitted ahead
+    assert done.submits == 21  # later passes were submitted early
     assert (
         done.allocations,
         done.recordings,

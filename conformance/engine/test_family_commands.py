@@ -1,4 +1,4 @@
-"""The commands and the engine's services serve Gemma 3n and Gemma 4 with no code of their own: tiny models, real
+"""The commands and the engine's services run Gemma 3n and Gemma 4 without family-specific code: tiny models, real
 command lines."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAMILIES: dict[str, Callable[..., HParams]] = {"gemma3n": tiny_gemma3n, "gemma4"
 TEXT = "def read_file(path):\n    with open(path) as f:\n        return f.read()\n" * 3
 
 
-# Prefixes found again: on cpu in f16; on Vulkan in q8_0, of one family, in turn with the kernels. All in the long
+# Prefix reuse: on cpu in f16; on Vulkan in q8_0, of one family, which changes with the kernels. All in the long
 # profile.
 TURN = list(FAMILIES)[int(kernels_digest(), 16) % 2]
 FOUND = [
@@ -76,8 +76,7 @@ def test_a_file_goes_through_every_command(
 @pytest.mark.parametrize(("folder", "backend", "kv"), FOUND, indirect=["folder"])
 @pytest.mark.slow
 def test_prefixes_are_found_again(folder: tuple[str, Path], backend: str, kv: Any) -> None:
-    """Layers that read an earlier layer's cache find it as that layer left it: bit for bit, where passes are of one
-    size."""
+    """Layers that read an earlier layer's cache find it unchanged: bit for bit, where passes have one size."""
     prompts = [[2, *range(10, 80)], [2, *range(10, 60), 7, 8]]
 
     with hybrid.load(
@@ -85,7 +84,7 @@ def test_prefixes_are_found_again(folder: tuple[str, Path], backend: str, kv: An
     ) as model:
 
         def texts(asked: list[list[int]]) -> list[tuple[int, ...]]:
-            model.engine.runner.blocks.clear()  # what was asked before is forgotten
+            model.engine.runner.blocks.clear()  # empty the cache
             results = [model.submit(prompt, max_tokens=4, ignore_eos=True).result() for prompt in asked]
             assert [r.usage.cached_tokens > 0 for r in results] == [False] + [True] * (len(asked) - 1)
             return [r.ids for r in results]

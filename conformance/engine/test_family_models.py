@@ -29,8 +29,8 @@ TURN = int(kernels_digest(), 16) % 2
 
 
 def on(names: Sequence[str], turn: int) -> list[tuple[str, str]]:
-    """Models and devices: on Vulkan, in the short profile, of the two families the turn-th alone; it changes with the
-    kernels. What one family's values are compared with there the other's layers and requests are."""
+    """Models and devices. On Vulkan the short profile takes one of the two families, which changes with the kernels:
+    one family's golden values, the other's layers and requests."""
     return [
         (n, b) for n in names for b in BACKENDS if LONG or b == "cpu" or n not in FAMILIES or n == FAMILIES[turn % 2]
     ]
@@ -65,7 +65,7 @@ def past_the_window(name: str) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def ahead(open_models: Models) -> Callable[[str, int], np.ndarray]:
-    """Of a golden text of a model: how far each of its choices is ahead, by the float32 of cpu."""
+    """Margins of a golden text's tokens over the second-best, in float32 on cpu."""
 
     @functools.cache
     def found(name: str, case: int) -> np.ndarray:
@@ -82,19 +82,19 @@ def losses_of(model: hybrid.Model, count: int | None) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def unquantised(open_models: Models) -> Callable[[str], np.ndarray]:
-    """Of a model: the losses in float32 of two documents."""
+    """A model's losses in float32 of two documents."""
     return functools.cache(lambda name: losses_of(several(open_models, "cpu", name), 2))
 
 
 def several(models: Models, backend: str, name: str) -> hybrid.Model:
-    """The model in float32 with room for three sequences, opened once for all tests."""
+    """The model in float32 with three slots, opened once for all tests."""
     return models.get(backend, "f32", name, slots=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), on(NAMES, TURN))
 def test_golden_logits(models: Models, backend: str, name: str) -> None:
-    """On Vulkan's CPU driver the long prompt is the long profile's: layers are followed past the window below."""
+    """On Vulkan's CPU driver the long prompt runs in the long profile; layers past the window are tested below."""
     model = several(models, backend, name)
     for case in golden(name)[None if LONG else -2 : None if LONG or backend == "cpu" else -1]:
         rows = case.rows if LONG else case.rows[:2]  # of the long prompt the first half
@@ -120,7 +120,7 @@ QUANTISED = [*((name, "q8_0", 0.003) for name in NAMES), *((name, "q4_0", 0.06) 
 def test_held_out_loss(
     models: Models, name: str, file: str, bound: float, unquantised: Callable[[str], np.ndarray]
 ) -> None:
-    """Nats per token with int8 activations and an f16 cache; in the short profile of two documents, whose mean varies
+    """Nats per token with int8 activations and an f16 cache. In the short profile of two documents, whose mean varies
     more, against float32's."""
     model = models.get("cpu", file, name)
     losses = losses_of(model, None if LONG else 2)
@@ -141,7 +141,7 @@ def test_held_out_loss_on_vulkan(models: Models, name: str, file: str, bound: fl
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), on(FAMILIES, TURN + 1))
 def test_layers_are_those_of_the_equations(models: Models, backend: str, name: str) -> None:
-    """Every layer's residual stream (of several the active one) against float64, past the sliding window."""
+    """Every layer's residual stream (with AltUp the active one) against float64, past the sliding window."""
     wanted, ours = by_equations(name), several(models, backend, name).hidden_states(past_the_window(name))
     assert ours.shape == wanted.shape
     worst = np.abs(ours - wanted).max(axis=(1, 2)) / np.abs(wanted).max(axis=(1, 2))
@@ -153,7 +153,7 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, name: s
 def test_requests_together_are_requests_alone(
     models: Models, backend: str, name: str, ahead: Callable[[str, int], np.ndarray]
 ) -> None:
-    """Ragged prompts that share passes, and a prompt again, whose beginning the cache may still hold."""
+    """Ragged prompts that share passes, and a repeated prompt, whose beginning may still be cached."""
     model = several(models, backend, name)
     which, many = ([0, 1, 2, 3, 4, 3], 12) if LONG else ([0, 2, 3, 3], 8) if backend == "cpu" else ([0, 3, 3], 5)
     cases = golden(name)
@@ -164,7 +164,7 @@ def test_requests_together_are_requests_alone(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_layers_take_the_wanted_rows_of_a_prompt(models: Models, name: str) -> None:
-    """Of 32 rows the one whose logits are wanted; in decode every row, without a step that gathers."""
+    """Prefill: of 32 rows the one whose logits are wanted. Decode: every row, without a gather."""
     model = several(models, "cpu", name)
     engine, first = model.engine, model.hparams.n_kv_layers
     for phase, rows in (("prefill", 32), ("decode", 1)):
@@ -199,8 +199,7 @@ form = "linear_rows"
 @pytest.mark.parametrize("name", FAMILIES if LONG else FAMILIES[TURN : TURN + 1])
 def test_a_placement_extends_either_family(models: Models, name: str, tmp_path: Path) -> None:
     """Prefill's products on the simulated NPU, sparse layers and wanted rows included: the integers of the main device.
-    In the short profile one family, in turn, and the logits after the prompt alone, whose pass is the generation's: the
-    simulator takes 4 s for one."""
+    In the short profile one family, and only the logits after the prompt: the simulator takes 4 s for a pass."""
     (tmp_path / "placed.toml").write_text(PLACED.format(family=name.removeprefix("demo-")))
     exact, ids = several(models, "cpu", name).logits(golden(name)[1].ids), golden(name)[1].ids
     with hybrid.load(demo("q8_0", name), "cpu", tmp_path / "placed.toml", ctx=64, npu="sim") as model:
@@ -210,7 +209,7 @@ def test_a_placement_extends_either_family(models: Models, name: str, tmp_path: 
         error = np.array([logprob - wanted[token] for token, logprob in said.logprobs[0].top])
         assert (
             len(error) == 20 and np.sqrt(np.square(error).mean()) < 4 * INT8_RMS
-        )  # a scale for a whole row, not for 32
+        )  # one scale for a whole row, not for 32 elements
         if LONG:
             assert np.sqrt(np.square(model.logits(ids) - exact).mean()) < 4 * INT8_RMS
 

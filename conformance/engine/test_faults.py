@@ -1,4 +1,4 @@
-"""Weights that are NaN or infinite end in an error that says what to do, on every device and by every path."""
+"""NaN or infinite weights end in an error that says what to do, on every device and by every path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def device(opened, request):
     found.reset()
 
 
-# Tensor, type, what it is spoilt with, precision, softcap: what each writer and each rounding of numbers makes of it.
+# Tensor, type, bad value, precision, softcap: covers each writer and each rounding.
 PATHS = [
     ("embed_tokens", "f32", NAN, "exact", 30.0),
     ("embed_tokens", "bf16", INF, "fast", 0.0),
@@ -85,7 +85,7 @@ PATHS = [
     indirect=["device"],
 )
 def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, path):
-    """On Vulkan, in the short profile, half of the paths, in turn with the kernels."""
+    """On Vulkan, in the short profile, half of the paths, which change with the kernels."""
     tensor, dtype, what, precision, softcap = path
     folder = write_hf(tmp_path, tiny(softcap=softcap), dtype=dtype)
     spoil(folder, f"model.{tensor}.weight", PROMPT[1], BITS[dtype][what])
@@ -106,7 +106,7 @@ def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, path):
     indirect=["device"],
 )
 def test_a_sparse_feed_forward_cuts_no_damage_off(tmp_path, device, dtype, what):
-    """One gate of a layer of Gemma 3n that keeps few of them: its threshold is NaN, which nothing is above."""
+    """One gate of a sparse layer of Gemma 3n: its threshold is NaN, and no value exceeds NaN."""
     folder = write_hf(tmp_path, tiny_gemma3n(), dtype=dtype)
     spoil(folder, "model.layers.0.mlp.gate_proj.weight", 1, BITS[dtype][what])
     with open_checkpoint(folder) as checkpoint:
@@ -118,7 +118,7 @@ def test_a_sparse_feed_forward_cuts_no_damage_off(tmp_path, device, dtype, what)
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "q4_0"])
-def test_it_passes_through_int8_activations(tmp_path, device, weights):
+def test_damage_passes_through_int8_activations(tmp_path, device, weights):
     """A matrix of plain numbers among quantised ones, as checkpoints mix them."""
     folder = write_hf(tmp_path / "hf", tiny(), dtype="f32")
     with open_checkpoint(folder) as source:
@@ -141,8 +141,8 @@ def test_it_passes_through_int8_activations(tmp_path, device, weights):
 @pytest.mark.slow
 @pytest.mark.parametrize("device_name", BACKENDS)
 def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_name):
-    """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends
-    in it is as long as what its slot held before, so that a pass in flight would write where the fault was told."""
+    """A token with a bad embedding. Prompts without it run beside it, before it and after it. The failing prompt is as
+    long as its slot's earlier contents, so that a pass in flight would write where the fault was reported."""
     folder = spoil(write_hf(tmp_path, tiny(tied=False), dtype="f32"), "model.embed_tokens.weight", 9, BITS["f32"][NAN])
     with hybrid.load(folder, for_model(device_name), ctx=64, slots=2) as model:
         alone = list(model.generate(PROMPT, 12, ignore_eos=True))
@@ -154,7 +154,7 @@ def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_nam
                 list(model.generate(prompt, 8, ignore_eos=True))
             pieces.append(next(beside))
         assert [*pieces, *beside] == alone == list(model.generate(PROMPT, 12, ignore_eos=True))
-        engine = model.engine  # a fault in the midst of decoding: what was fed back is not what the model chose
+        engine = model.engine  # a fault during decoding: the token fed back is not the model's
         handle = ask(engine, PROMPT, 9)
 
         def spoilt(p: Any, start: Any = engine.runner.start) -> Any:
@@ -172,7 +172,7 @@ def test_a_word_that_no_device_writes_is_no_token():
     assert "left -7 as the token for position 3 of slot 1" in str(fault(-7, Path("m.gguf"), 1, 3))
 
 
-def test_commands_say_so_and_name_the_tensor(tmp_path, capsys):
+def test_commands_report_and_name_the_tensor(tmp_path, capsys):
     folder = spoil(
         write_hf(tmp_path / "a model", tiny(), dtype="bf16"), "model.layers.2.mlp.up_proj.weight", 7, BITS["bf16"][ONES]
     )
@@ -196,7 +196,7 @@ def test_commands_say_so_and_name_the_tensor(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_every_row_is_looked_at(tmp_path, dtype, monkeypatch):
+def test_every_row_is_checked(tmp_path, dtype, monkeypatch):
     monkeypatch.setattr(finite, "_ELEMENTS", 200)  # three rows at a time
     folder = write_hf(tmp_path, tiny(), dtype=dtype)
     read: list[int] = []

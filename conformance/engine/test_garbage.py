@@ -1,4 +1,4 @@
-"""What a model that serves consists of is looked through by no collection."""
+"""The objects of a serving model are frozen: no collection scans them."""
 
 import gc
 import weakref
@@ -11,21 +11,21 @@ class Node:
         self.itself = self
 
 
-def test_what_lives_is_not_looked_through_and_garbage_is_gone():
+def test_frozen_objects_are_not_scanned_and_garbage_is_freed():
     alive, dead = Node(), Node()
     seen = weakref.ref(dead)
     del dead
     garbage.keep()
     assert seen() is None
-    assert not any(found is alive for found in gc.get_objects()), "a full collection would still look through it"
+    assert not any(found is alive for found in gc.get_objects()), "a full collection would still scan it"
 
 
-def test_what_was_kept_and_died_is_collected_before_the_next_is_kept():
+def test_dead_frozen_objects_are_collected_before_the_next_freeze():
     first = Node()
     garbage.keep()
     seen = weakref.ref(first)
     del first
     gc.collect()
-    assert seen() is not None, "kept: no collection looks"
+    assert seen() is not None, "frozen: no collection scans it"
     garbage.keep()
     assert seen() is None

@@ -1,6 +1,6 @@
-"""Whole models by the plans, the table and the kernels of a GPU with matrix units, interpreted where there is none:
-products of few rows on these units, their splits left to whoever reads them, layers in one dispatch whose workgroups
-wait for one another."""
+"""Whole models with the plans, the table and the kernels of a GPU with matrix units, interpreted where there is none:
+few-row products on these units, split-K partials added by the consumer, layers in one dispatch whose workgroups wait
+for one another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu(devices: Devices) -> Callable[..., Opened]:
-    """Opens one; whoever loads a model on it closes it."""
+    """Opens a device; the loader of a model closes it."""
     kind = "vulkan" if has_matrix_units(devices.get("vulkan")) else INTERPRETED
 
     def opened(**options: Any) -> Opened:
@@ -55,7 +55,7 @@ RADEON: dict[str, Any] = {"tuning": "radv", "without": ("matrix_lanes", "fused_h
 def test_logits_are_those_of_cpu(
     folder: Path, gpu: Callable[..., Opened], options: dict[str, Any], kernel: str
 ) -> None:
-    """By NVIDIA's table and by that of the Radeon 780M, whose lanes hold other elements: of a prompt in two passes."""
+    """By NVIDIA's table and by that of the Radeon 780M, whose matrix fragments differ: of a prompt in two passes."""
     ids = [2, *range(30, 30 + 44)]
     found = []
     for device in ("cpu", gpu(**options)):
@@ -68,9 +68,9 @@ def test_logits_are_those_of_cpu(
     assert (ours.argmax(-1) == wanted.argmax(-1)).mean() > 0.9
 
 
-@pytest.mark.parametrize("speculate", (0, 2) if LONG else [(0, 2)[int(kernels_digest(), 16) % 2]])  # in turn
+@pytest.mark.parametrize("speculate", (0, 2) if LONG else [(0, 2)[int(kernels_digest(), 16) % 2]])  # alternating
 def test_texts_are_the_same_alone_and_together(folder: Path, gpu: Callable[..., Opened], speculate: int) -> None:
-    """Drawn ones, bit for bit, with guesses and without. Where that is not asked for, layers of one sequence are one
+    """Sampled texts, bit for bit, with drafts and without. Without `deterministic`, layers of one sequence are one
     dispatch."""
     load: dict[str, Any] = {"ctx": 96, "slots": len(PROMPTS), "weights": "q4_0"} | (
         {"speculate": speculate} if speculate else {}

@@ -1,5 +1,4 @@
-"""The table of per-layer embeddings stays in its file where memory has no room for it, and the host reads rows of
-it."""
+"""The table of per-layer embeddings stays in its file where it does not fit in memory, and the host reads its rows."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def load(path: Path, backend: str, **options: Any) -> hybrid.Model:
 
 
 def texts(model: hybrid.Model) -> list[list[str]]:
-    """Of one sequence at a time, and of all together."""
+    """Texts of one sequence at a time, and of all together."""
     alone = ["".join(model.generate(p, MANY, ignore_eos=True)) for p in PROMPTS]
     return [alone, model.generate_batch(PROMPTS, max_tokens=MANY, ignore_eos=True)]
 
@@ -71,7 +70,7 @@ def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
+def test_the_host_table_is_selected_where_memory_is_short(tmp_path: Path) -> None:
     folder = write_hf(tmp_path, tiny_gemma4())
     with pytest.raises(OverBudget) as refused:
         load(folder, "vulkan", memory="1MiB", schedule="gemma4")
@@ -87,7 +86,7 @@ def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
             "so gemma4-host-table"
         )
         assert model.engine.runner.budget is not None and model.engine.runner.budget.memory == short
-    with pytest.raises(OverBudget, match="too little"):  # not even so
+    with pytest.raises(OverBudget, match="too little"):  # even that does not fit
         load(folder, "vulkan", memory="1MiB")
-    with pytest.raises(OverBudget, match="too little"):  # a schedule that was asked for is kept
+    with pytest.raises(OverBudget, match="too little"):  # a requested schedule is kept
         load(folder, "vulkan", memory=short, schedule="gemma4")

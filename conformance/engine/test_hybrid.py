@@ -1,5 +1,5 @@
 """One model on two devices: attention on sim-npu1, the rest on the main device. Same text, every copy counted, and a
-device that fails is replaced as the schedule says."""
+failing device is replaced as the schedule says."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hybrid.spec.schedule import find_schedule, named_schedule
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
 LAYERS = None if LONG else BOTH
-"""Which of the file's layers. The NPU is simulated: three show what crosses between devices."""
+"""The layers of the file to keep. The NPU is simulated: three layers cover every copy between devices."""
 PROMPT, TOKENS = CLEAR, 12 if LONG else 8
-TEXT, CHUNKS = (20, {}), (15, {"chunk": 4})  # in the middle of the text, of two chunks in flight
+TEXT, CHUNKS = (20, {}), (15, {"chunk": 4})  # in the middle of the text, with two chunks in flight
 FAULTS = [
     pytest.param("timeout_after", *TEXT, marks=pytest.mark.blas),
     pytest.param("timeout_after", *CHUNKS, marks=pytest.mark.blas),
@@ -61,14 +61,14 @@ def layers() -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What the model alone on cpu says after PROMPT. logits: f32 [prompt, vocab]."""
+    """The model's output on cpu alone after PROMPT. logits: f32 [prompt, vocab]."""
 
     text: list[int]
     logits: np.ndarray
     leads: np.ndarray
 
     def agrees(self, model: hybrid.Model) -> None:
-        """The text of `model`, which computes a layer in other types and orders, is this one up to a near tie."""
+        """The text of `model`, which computes a layer in other types and orders, equals this one up to a near tie."""
         agree(generated(model, model.encode(PROMPT), TOKENS), self.text, self.leads, INT8_NEAR, at_least=8)
 
 
@@ -81,13 +81,13 @@ def plain() -> Plain:
 
 
 def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
-    """Nothing else differs: a change of gemma3.toml that is not made here too fails."""
+    """All else is equal: a change of gemma3.toml that is not made here too fails."""
     ours, theirs = named_schedule(ATTENTION), find_schedule("gemma3")
     assert ours.fallback == {"npu": "main"} and ours.schedule.pipeline == 2
     wanted = []
     for step in theirs.layer:
         if step.op == "decode_attention":
-            continue  # there it is fused with what comes before it
+            continue  # there it is fused with the previous step
         change: dict[str, object] = {}
         if step.op in ("attention", "qk_norm_rope_append"):
             change = {"phase": None, "device": "npu" if step.op == "attention" else "main"}
@@ -133,13 +133,13 @@ def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """KL of each row's distribution q from p, in nats."""
+    """KL divergence of each row's distribution q from p, in nats."""
     a, b = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=-1, keepdims=True) for x in (p, q))
     return (np.exp(a) * (a - b)).sum(-1)
 
 
 def drivers_memory(decl: TensorDecl) -> Tensor:
-    """A tensor in a mapping of a simulated buffer, which is no anonymous memory."""
+    """A tensor in a mapping of a simulated buffer, which is not anonymous memory."""
     (part,) = DTYPES[decl.dtype].parts
     mapped = xrt_sim.bo(xrt_sim.device(0), decl.nbytes, xrt_sim.bo.host_only, 0).map()
     return Tensor(
@@ -148,10 +148,10 @@ def drivers_memory(decl: TensorDecl) -> Tensor:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
+def test_unshareable_tensors_are_copied_and_caches_by_blocks_in_use(
     monkeypatch: pytest.MonkeyPatch, plain: Plain
 ) -> None:
-    """A driver's own mapping is refused; tables, which a pass may change, are copied, caches by the blocks in use."""
+    """A driver's own mapping is refused. Tables, which a pass may change, are copied; caches by the blocks in use."""
     monkeypatch.setattr(transfers, "anonymous", drivers_memory)
     with load("vulkan") as model:
         plain.agrees(model)
@@ -204,7 +204,7 @@ def test_only_anonymous_pages_can_be_imported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "after", "options"), FAULTS if LONG else FAULTS[::2])  # each fault, and each place
+@pytest.mark.parametrize(("fault", "after", "options"), FAULTS if LONG else FAULTS[::2])  # each fault at each place
 def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
     fault: str, after: int, options: dict[str, int], plain: Plain
 ) -> None:
@@ -235,7 +235,7 @@ def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
         assert any("pyxrt" in p for p in model.passed_over)
 
 
-def test_what_a_segment_writes() -> None:
+def test_the_writes_of_a_segment() -> None:
     with load("cpu") as model:
         plan = model.engine.runner.program("decode", 1, 1).plan
         first = segments(plan)[0]
@@ -247,8 +247,8 @@ def test_what_a_segment_writes() -> None:
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[1:])  # on tiny models with cpu too: test_pipeline
 @pytest.mark.slow
 def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
-    """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a
-    fault the main device's integers are the same: numbers differ by the order of the rest's sums at most."""
+    """Activation rows quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault
+    the main device computes the same integers: results differ at most by the order of the other sums."""
     with hybrid.load(layers(), "cpu", ctx=64) as model:
         exact = model.logits(model.encode(PROMPT))
     opened = for_model(backend, named_schedule(PROJECTIONS))
@@ -276,8 +276,8 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
 @pytest.mark.blas
 @pytest.mark.slow
 def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain) -> None:
-    """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions; and what is left is
-    gemma3's."""
+    """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions. The rest is gemma3's
+    schedule."""
     ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
     assert ours.elsewhere == {"npu": ["blk.{l}.ffn_down (prefill)"]} and ours.fallback == {"npu": "main"}
     assert [s for s in ours.layer if "ffn" not in s.name] == [s for s in theirs.layer if "ffn" not in s.name]

@@ -1,4 +1,4 @@
-"""Messages to the device: what they hold, where they lie, and that none is overwritten before it was taken."""
+"""Messages to the device: their contents and addresses; none is overwritten before it was read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = CacheShape(ctx=64, window=10, chunk=8, slots=2)
 
 
 class Device:
-    """Notes what is asked of it."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -68,7 +68,7 @@ def test_after_a_submit_that_failed_the_count_begins_anew() -> None:
     assert device.said[1] == ("wait", None) and turn[1][0] > 5 + 100 and device.said[-1][1][0] == turn[1][0] + 1
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_messages_that_do_not_fit_are_refused() -> None:
     inbox = Inbox(Device(), SHAPE)  # type: ignore[arg-type]
     inbox.put(rows(8, writes=[("global", 0, 0, 0)] * SHAPE.entries))
     with pytest.raises(ValueError, match=r"9 rows with .* entries of block tables take .* words"):

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of what the engine does for whoever reads a text: that one ends, nothing else is lost or wrong."""
+"""Ctrl-C at any line of the engine's work for a reader: that text ends, all else is intact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybrid.model import Model
 
 ROOT = str(Path(hybrid.__file__).parent)
 OTHER: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 3}
-PATIENCE = 60.0  # seconds; nothing here takes one
+PATIENCE = 60.0  # test timeouts in seconds; no test takes one
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="signals as POSIX has them")
 
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="sig
 def pythons_own_handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "a handler was left behind"
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "a handler was not restored"
 
 
 def at_line(job: Callable[[], object], wanted: int = -1) -> int:
-    """Run a job and send it SIGINT when so many lines of the package have run; how many did."""
+    """Run a job and send it SIGINT after so many lines of the package; returns the lines that ran."""
     count = 0
 
     def line(frame: FrameType, event: str, arg: object) -> Any:
@@ -101,7 +101,7 @@ def test_an_interrupt_within_a_decision_waits_for_its_end(model: Model, monkeypa
 
     def commit(done: Any, *tokens: Any) -> Any:
         news = whole(done, *tokens)
-        if not sent and beside.done:  # it has ended, and the engine has not taken note
+        if not sent and beside.done:  # it has ended, and the engine has not recorded that
             sent.append(True)
             signal.raise_signal(signal.SIGINT)
         return news
@@ -117,7 +117,7 @@ def test_an_interrupt_within_a_decision_waits_for_its_end(model: Model, monkeypa
     )
 
 
-def test_an_interrupt_while_the_lock_is_somebody_elses_ends_the_waiting(model: Model) -> None:
+def test_an_interrupt_ends_the_wait_for_the_lock(model: Model) -> None:
     lock, taken, done = model.engine.lock, threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -136,7 +136,7 @@ def test_an_interrupt_while_the_lock_is_somebody_elses_ends_the_waiting(model: M
     done.set()
     thread.join(PATIENCE)
     timer.join(PATIENCE)
-    with lock:  # it is nobody's
+    with lock:  # the lock is free
         assert lock._depth == 1
 
 
@@ -150,7 +150,7 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
     assert seen == ["inner", "outer"]
 
 
-def test_where_it_is_allowed_an_interrupt_comes_at_once_also_one_from_before() -> None:
+def test_allowed_interrupts_come_at_once_also_pending_ones() -> None:
     seen = []
     with interrupts.held():
         with pytest.raises(KeyboardInterrupt), interrupts.allowed():

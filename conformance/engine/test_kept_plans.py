@@ -1,4 +1,4 @@
-"""Plans that were made before are found again, as long as what they were made of is the same."""
+"""Cached plans are found again while their inputs are the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid.planning.planner import plan
 from hybrid.spec.schedule import find_schedule, load_schedule
 
 
-def test_the_same_question_has_one_answer_and_every_part_of_it_counts() -> None:
+def test_equal_keys_share_a_plan_and_every_part_counts() -> None:
     one = target(schedule=find_schedule("gemma3"))
     made = plan(one, 8, 1, "prefill")
     assert plan(replace(one, weights=dict(one.weights)), 8, 1, "prefill") is made
@@ -33,7 +33,7 @@ def test_the_same_question_has_one_answer_and_every_part_of_it_counts() -> None:
     assert plan(one, 8, 1, "prefill") is made
 
 
-def test_the_latest_used_are_kept_and_no_more_steps_than_may_be() -> None:
+def test_recent_plans_are_kept_up_to_the_step_limit() -> None:
     whole = plan(target(), 8, 1, "prefill")
     parts = [Plan(f"p{i}", 1, 1, whole.steps[i : i + 2], whole.tensors) for i in range(4)]
     kept, made = KeptPlans(most=6), []
@@ -46,10 +46,10 @@ def test_the_latest_used_are_kept_and_no_more_steps_than_may_be() -> None:
     assert kept.get(("long",), (), lambda: whole) is whole and get(1) is parts[1] and made[-1] == 1
 
 
-def test_objects_are_told_apart_by_what_they_are_and_live_as_long_as_their_plan() -> None:
+def test_objects_are_keyed_by_identity_and_live_as_long_as_their_plan() -> None:
     whole = plan(target(), 8, 1, "prefill")
     one, kept = Plan("p", 1, 1, whole.steps[:1], whole.tensors), KeptPlans(most=2)
-    for i in range(8):  # without a reference from there, the next list would often have the last one's id
+    for i in range(8):  # without a reference here, the next list would often reuse the last id
         part = [i]
         assert kept.get((), (part,), lambda i=i: replace(one, name=f"p{i}")).name == f"p{i}"  # type: ignore[misc]
         del part

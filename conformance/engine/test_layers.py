@@ -1,4 +1,4 @@
-"""What differs between layers, in plans: axes, conditions, roles of tensors, shared caches, rows that are wanted."""
+"""Differences between layers in plans: axes, conditions, roles of tensors, shared caches, wanted rows."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_a_prompt_passes_shared_layers_with_the_wanted_rows_alone(family: str) -
                 assert all(made.tensors[step.args[k]].shape == (2,) for k in ("positions", "slots") if k in step.args)
     picks = [s.name for s in made.steps if s.op.startswith("take_")]
     assert picks and not any(s.op.startswith("take_") for s in plan(target(hp), 2, 2, "decode").steps)
-    nobody = plan(target(hp), 32, 0, "prefill")
-    assert {s.layer for s in nobody.steps if s.layer is not None} == set(range(first))
+    without_outs = plan(target(hp), 32, 0, "prefill")
+    assert {s.layer for s in without_outs.steps if s.layer is not None} == set(range(first))
     hidden = plan(target(hp), 32, 0, "prefill", capture=True)
     assert not any(s.op.startswith("take_") for s in hidden.steps) and extents(hidden, hp.n_layers - 1) == {"rows"}
     width = hp.n_streams * hp.hidden
     assert [hidden.tensors[f"hidden.{i}"].shape for i in range(hp.n_layers + 1)] == [(32, width)] * (hp.n_layers + 1)
 
 
-def test_what_is_made_of_the_wanted_rows_is_not_made_again_where_all_are_wanted() -> None:
-    """Gemma 4's first shared layer norms a prompt's wanted rows; of a decoded row the layer before has."""
+def test_results_of_wanted_rows_are_not_recomputed_in_decode() -> None:
+    """Gemma 4's first shared layer norms a prompt's wanted rows; in decode the previous layer's norm covers the row."""
     hp = FAMILIES["gemma4"]
     border = f"blk.{hp.n_kv_layers}.attn_norm"
     made = {phase: {s.name: s.args for s in plan(target(hp), 2, 2, phase).steps} for phase in ("prefill", "decode")}
@@ -79,7 +79,7 @@ def test_shared_layers_own_no_cache(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_plan_has_room_in_the_largest(family: str) -> None:
+def test_every_plan_fits_in_the_largest(family: str) -> None:
     hp = FAMILIES[family]
     sizes, t = pass_sizes(hp, 128, 2, 64), target(hp)
     largest = plan(t, sizes.rows[-1], 1, "prefill")

@@ -1,4 +1,4 @@
-"""Loading weights: what a device repacks is what the host would have, damage is named, nothing is left behind."""
+"""Loading weights: a device repacks as the host does, damage is named, and no memory or file leaks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools.make_random_gguf import random_file
 
 
 def raw_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random bytes as a file has them, with float16 scales that are finite (NaN and denormals of plain types stay)."""
+    """Random bytes as in a file, with finite float16 scales (NaN and denormals of plain types stay)."""
     kind, rng = DTYPES[dtype], np.random.default_rng(seed)
     raw = rng.integers(0, 256, kind.nbytes(shape), dtype=np.uint8)
     if kind.quantised:
@@ -40,19 +40,19 @@ def raw_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
             size = part.count * part.dtype.itemsize
             if part.dtype == np.float16:
                 for high in range(at + 1, at + size, 2):
-                    blocks[:, high] &= 0xBF  # below 2, subnormal numbers and -0 among them
+                    blocks[:, high] &= 0xBF  # below 2, with subnormal numbers and -0
             at += size
     return raw
 
 
 def stored(path: Path, dtype: str, shape: tuple[int, ...], raw: np.ndarray, before: bytes = b"") -> Stored:
-    """A tensor in a file of its own, after `before`."""
+    """A tensor in a separate file, after `before`."""
     path.write_bytes(before + raw.tobytes())
     return Stored(path, "blk.0.ffn_up.weight", dtype, shape, OpenFile(path), len(before))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
+    """Assert equal bits."""
     pairs = zip(a.parts, b.parts, strict=True)
     return a.dtype == b.dtype and all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in pairs)
 
@@ -63,7 +63,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_repacked_rows_are_those_of_the_host(
     devices: Devices, tmp_path: Path, dtype: str, split: int | None, slot: int
 ) -> None:
-    """Two sources of odd row counts, at an odd place of the file, in chunks and through slots that end anywhere."""
+    """Two sources of odd row counts, at an odd offset of the file, in chunks and through slots that end anywhere."""
     device = devices.get("vulkan", max_range=split, guard=GUARD)
     device.reset()
     width = 3 * 256
@@ -88,8 +88,8 @@ def test_repacked_rows_are_those_of_the_host(
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
-def test_memory_that_the_host_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str) -> None:
-    """As on a graphics card: nothing of the device's own is mapped, slots are copied before they are repacked."""
+def test_memory_that_is_not_host_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str) -> None:
+    """As on a discrete GPU: device memory is not mapped, slots are copied before they are repacked."""
     create = Memory._create
 
     def unmapped(memory: Memory, size: int, pool: str) -> Buffer:
@@ -231,7 +231,7 @@ def test_a_load_holds_little_on_the_host(devices: Devices, tmp_path: Path) -> No
     with open_checkpoint(tmp_path / "wide.gguf") as checkpoint:
         types = stored_types(checkpoint, None, "vulkan")
         decls = [TensorDecl(n, t.dtype, t.shape, "weight") for n, t in types.items()]
-        Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before, most = resident(), 0
 
         def sample() -> None:
@@ -247,7 +247,7 @@ def test_a_load_holds_little_on_the_host(devices: Devices, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_a_load_took_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_times_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--device", "cpu", "-n", "1", "--stats"]) == 0
     line = next(x for x in capsys.readouterr().err.splitlines() if x.startswith("load: "))
     for phase in ("open", "tokenizer", "device", "plan", "weights", "pipelines", "GB/s", "peak host memory"):
@@ -270,7 +270,7 @@ def test_random_files_may_have_fewer_layers_and_tokens(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_random_files_are_models(tmp_path: Path, dtype: str) -> None:
-    """What loading is measured with: opens, and computes numbers of a sane size."""
+    """The benchmark models for loading: they open, and compute numbers of a sane size."""
     shape = tiny(n_layers=2, hidden=256, ffn=512, n_heads=2, n_kv_heads=1, head_dim=128, vocab=8192)
     random_file(tmp_path / "r.gguf", shape, dtype, dtype, piece_bytes=1 << 16)
     with hybrid.load(tmp_path / "r.gguf", "cpu") as model:

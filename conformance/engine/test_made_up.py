@@ -1,5 +1,5 @@
-"""Made-up models for what no family needs yet: rows that are no tokens, spans that see themselves whole, counts of a
-step's own, and a stack of layers before another. By the equations, on cpu and Vulkan."""
+"""Made-up models for features that no family needs yet: embedding rows in a prompt, spans with full attention, live
+counts of a step, and an encoder before a decoder. Checked by the equations, on cpu and Vulkan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWER = Options(max_tokens=6, ignore_eos=True)
 
 
 def schedule(inputs: bool = False, live: str = "") -> Schedule:
-    """Gemma 3's, with rows and spans (`inputs`), or with feed-forwards whose live rows `live` counts."""
+    """Gemma 3's schedule, with rows and spans (`inputs`), or with feed-forwards whose live rows `live` counts."""
     tables: dict[str, Any] = copy.deepcopy(dict(read_toml(GEMMA3)))
     if inputs:
         tables["tensors"]["rows"] = {"kind": "io", "dtype": "f32", "shape": [str(ROWS), "H"]}
@@ -78,7 +78,7 @@ def close(found: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def answer(engine: Engine, ids: Sequence[int], **options: Any) -> tuple[list[int], int]:
-    """What is generated, and how many tokens of the prompt the cache held."""
+    """The generated text, and the number of cached prompt tokens."""
     request = engine.request(ids, ANSWER, **options)
     engine.drive(request).result()
     return request.generated, request.cached
@@ -100,7 +100,7 @@ def write(engine: Engine, rows: Mapping[int, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
 def test_rows_of_a_prompt_may_be_embeddings(tmp_path: Path, backend: str) -> None:
-    """An encoder's results, or a picture's; the prefix cache finds them by their content, wherever they are stored."""
+    """An encoder's results, or a picture's; the prefix cache finds them by content, wherever they are stored."""
     checkpoint = model(tmp_path)
     ids, rows = named({place: place - 30 for place in range(30, 40)})
     content = {token: 1000 + token for token in rows}
@@ -137,7 +137,7 @@ SPANS = [(5, 20), (21, 40), (60, 61), (70, 77)]
 @pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
 def test_spans_of_rows_see_themselves_whole(tmp_path: Path, backend: str, window: int) -> None:
-    """As an encoder's rows do, and a picture's among a text; in parts of any size, and from the cache."""
+    """As an encoder's rows do, and a picture's in a text; in chunks of any size, and from the cache."""
     checkpoint = model(tmp_path, window=window, layer_is_global=(window == 0, True, window == 0))
     wanted, _ = forward(checkpoint, IDS, spans=SPANS)
     with open_backend(backend) as device:
@@ -149,7 +149,7 @@ def test_spans_of_rows_see_themselves_whole(tmp_path: Path, backend: str, window
         best = forward(checkpoint, [*IDS, *first], spans=SPANS)[0][len(IDS) - 1 : -1]
         best[:, engine.target.n_tokens :] = -np.inf
         assert first == best.argmax(1).tolist() and cached == 0
-        assert answer(engine, IDS, spans=SPANS) == (first, 64), "asked again"
+        assert answer(engine, IDS, spans=SPANS) == (first, 64), "the second time"
         assert answer(engine, IDS)[1] == 0, "the same tokens without spans have other keys"
         assert close(logits(engine, IDS), forward(checkpoint, IDS)[0]), "in a slot that had spans"
         assert answer(engine, IDS, spans=[(5, 20), (21, 41)])[1] == 0, "a span that ends elsewhere, in the second block"
@@ -182,7 +182,7 @@ def test_spans_beside_sequences_that_decode(tmp_path: Path, backend: str) -> Non
 
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
 def test_a_step_may_have_counts_of_its_own(tmp_path: Path, backend: str) -> None:
-    """As experts of a mixture have; here the host writes them. Rows beyond them are as before."""
+    """As experts of a mixture have; here the host writes the counts. Rows beyond them are unchanged."""
     checkpoint = model(tmp_path)
     with open_backend(backend) as device:
         engine = made(checkpoint, device, schedule(live="experts:{l}"))
@@ -201,8 +201,8 @@ def test_a_step_may_have_counts_of_its_own(tmp_path: Path, backend: str) -> None
 
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
 def test_a_stack_of_layers_runs_before_another(tmp_path: Path, backend: str) -> None:
-    """An encoder whose rows see one another; what its last layer gives are rows of the decoder's prompt, and never leave
-    the device."""
+    """An encoder whose rows see one another. Its last layer's results are rows of the decoder's prompt, and stay on the
+    device."""
     encoder, decoder = model(tmp_path / "e", n_layers=2, layer_is_global=(True, True), window=0), model(tmp_path / "d")
     with open_backend(backend) as device:
         engine = made(decoder, device, schedule(inputs=True))

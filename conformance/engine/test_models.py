@@ -35,13 +35,13 @@ def open_models() -> Iterator[Models]:
 
 @pytest.fixture(scope="module")
 def golden_leads(open_models: Models) -> list[np.ndarray]:
-    """Of each golden text: how far each of its choices is ahead."""
+    """Margins of each golden text's tokens over the second-best."""
     return [leads(open_models.get("cpu", "f32"), c.ids, c.greedy) for c in golden()]
 
 
 @pytest.fixture(scope="module")
 def beginning(open_models: Models) -> Callable[[str], list[np.ndarray]]:
-    """Of a file on cpu: the logits of the first documents, which several tests look at."""
+    """The logits of a file's first documents on cpu, which several tests use."""
     return functools.cache(
         lambda file: [m.logits(ids) for m in [open_models.get("cpu", file)] for ids in first_documents(m)]
     )
@@ -65,8 +65,8 @@ def models(open_models: Models) -> Iterator[Models]:
 )
 @pytest.mark.slow
 def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
-    """In the short profile Vulkan takes the first three prompts alone, and with rounded weights both take two: layers
-    below are followed past the window."""
+    """In the short profile Vulkan takes only the first three prompts, and with rounded weights both take two: layers
+    past the window are tested below."""
     model = models.get(backend, "f32", **options)
     for case in golden()[: None if LONG else 2 if options else None if backend == "cpu" else 3]:
         logits = model.logits(case.ids)
@@ -78,7 +78,7 @@ TEXTS = [
     pytest.param(options, near, backend, id=f"{weights}-{backend}")
     for weights, options, near in (("f32", {}, EXACT_NEAR), ("f16", {"weights": "f16"}, 1e-2))
     for backend in BACKENDS
-    if LONG or backend == "cpu" or not options  # in f16 Vulkan has its logits above
+    if LONG or backend == "cpu" or not options  # Vulkan's logits in f16 are tested above
 ]
 
 
@@ -110,7 +110,8 @@ def test_golden_text(models: Models, backend: str, options: dict, near: float, g
 )
 def test_held_out_loss(models: Models, file: str, bound: float, backend: str) -> None:
     """Nats per token over the 3025 predictions, int8 activations and f16 cache included where weights are quantised. In
-    the short profile of the shipped file on cpu: float32 has its logits above, q4_0 and Vulkan the two tests below."""
+    the short profile only the shipped file on cpu: float32's logits are tested above, q4_0 and Vulkan by the two tests
+    below."""
     model = models.get(backend, file)
     texts = list(documents(model))
     losses = np.concatenate([nats(model.logits(ids), ids) for ids in texts])
@@ -149,7 +150,7 @@ def test_quantised_distributions(
 
 @pytest.mark.slow
 def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
-    """q8_0 as `make generate` runs it, with a prompt whose choices are clear for a while."""
+    """q8_0 as `make generate` runs it, with a prompt whose first tokens have clear margins."""
     on_cpu, on_vulkan = (models.get(b, "q8_0") for b in BACKENDS)
     ids = on_cpu.encode(CLEAR)
     wanted = generated(on_cpu, ids, 12)
@@ -159,7 +160,7 @@ def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["q8_0", "q4_0"])
 def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> None:
-    """Without int8 activations only the order of sums is left to differ."""
+    """Without int8 activations only the order of sums differs."""
     on_cpu, on_vulkan = (models.get(b, file, precision="exact", layers=few_layers()) for b in BACKENDS)
     many = 24 if LONG else 12
     for case in golden()[1 : 4 if LONG else 2]:
@@ -172,8 +173,8 @@ def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "loss"), [("q8_0", 0.003), pytest.param("q4_0", 0.06, marks=pytest.mark.blas)])
 def test_int8_activations_agree_on_both_devices(models: Models, file: str, loss: float) -> None:
-    """As well as they agree with float32, in nats per token of a document's beginning, row by row, and in the choice
-    wherever it is not a near tie."""
+    """As well as they agree with float32: in nats per token of a document's beginning, row by row, and in the best
+    token wherever it is not a near tie."""
     ids = next(documents(models.get("cpu", file)))[: 300 if LONG else WINDOW + 32]
     on_cpu, on_vulkan = (models.get(b, file).logits(ids) for b in BACKENDS)
     assert not shifted(nats(on_cpu, ids), nats(on_vulkan, ids), loss)
@@ -184,7 +185,7 @@ def test_int8_activations_agree_on_both_devices(models: Models, file: str, loss:
 
 
 def few_layers() -> tuple[int, ...] | None:
-    """In the short profile, models have three layers where three show what a test is about."""
+    """In the short profile, models have three layers where three suffice for the test."""
     return None if LONG else BOTH
 
 
@@ -207,15 +208,14 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, length:
     assert ours.shape == hidden.shape
     worst = np.abs(ours - hidden).max(axis=(1, 2)) / np.abs(hidden).max(axis=(1, 2))
     assert worst.max() < 2e-5, f"relative error by layer: {worst}"
-    if LONG or backend == "cpu":  # of Vulkan's there are golden ones
+    if LONG or backend == "cpu":  # Vulkan has golden logits
         assert np.abs(model.logits(prompt(length)) - logits).max() < 1e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])  # of a tiny model on both: test_engine_host
+@pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])  # for a tiny model on both: test_engine_host
 def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
-    """All of LENGTHS at once (the long profile), or just past the window: logits depend on what came before them
-    only."""
+    """All of LENGTHS at once (the long profile), or just past the window: logits depend only on earlier tokens."""
     engine = models.get(backend, "f32", layers=few_layers()).engine
     ids = prompt(LENGTHS[-1] if LONG else WINDOW + 9)
     assert np.abs(engine.logits(ids) - engine.logits(ids, 1)).max() < 2e-4
@@ -245,9 +245,9 @@ def test_decoding_follows_the_logits(models: Models, backend: str, length: int) 
 def test_rows_of_a_batch_are_independent(
     models: Models, backend: str, file: str, options: dict, golden_leads: list[np.ndarray]
 ) -> None:
-    """Ragged prompts in one batch, in chunks that cut them, give what each gives alone
-    (in float32: by the equations, or on cpu). On Vulkan, but for the long profile, three of them, the long one cut
-    short, and so are texts."""
+    """Ragged prompts in one batch, in chunks that cut them, give each prompt's own results (in float32: by the
+    equations, or on cpu). On Vulkan, except in the long profile, three of them, with the long one and the texts cut
+    short."""
     exact, layers, many = (
         "weights" in options,
         few_layers() if backend == "vulkan" else None,
@@ -276,8 +276,7 @@ def test_rows_of_a_batch_are_independent(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("file", ["f32", "q4_0"] if LONG else ["q4_0"])
 def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:
-    """One recorded command buffer, submitted for 100 positions, and all of that again; in the short profile a hundred
-    in all."""
+    """One recorded command buffer, submitted for 100 positions, twice; in the short profile a hundred in all."""
     engine = models.get(backend, file, layers=few_layers()).engine
     ids = prompt(100 if LONG else 50)
     first = engine.logits(ids, 1)

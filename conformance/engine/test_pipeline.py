@@ -1,5 +1,5 @@
-"""Prefill chunks that overlap on two devices: the same bits as one after another, both devices at work at the same
-time, what one chunk needs of another waited for, and a device that fails in one pass replaced for both."""
+"""Prefill chunks that overlap on two devices: the same bits as in sequence, both devices busy at the same time,
+dependencies between chunks kept, and a device that fails in one pass replaced for both."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def unpipelined(folder: Path) -> dict[tuple[Path, str], Any]:
-    """What a schedule computes with one chunk after another, made when it is first asked for."""
+    """A schedule's result with chunks in sequence, computed on first use."""
 
     class Made(dict[tuple[Path, str], Any]):
         def __missing__(self, key: tuple[Path, str]) -> Any:
@@ -103,7 +103,7 @@ def unpipelined(folder: Path) -> dict[tuple[Path, str], Any]:
     return Made()
 
 
-# --- what is read off the plans
+# --- properties of the plans
 
 
 @pytest.fixture(scope="module")
@@ -121,16 +121,16 @@ def test_a_chunk_waits_for_what_the_one_before_does_with_the_same_caches(plans: 
     assert len(found) == len(parts[0]) == 2 * 3 + 1
     for i, wanted in enumerate(found):
         if parts[0][i].device == "npu":
-            assert wanted == (i - 1,), "the segment in which the chunk before appended this layer's keys and values"
+            assert wanted == (i - 1,), "the segment in which the previous chunk appended this layer's keys and values"
         elif i < len(found) - 1:
             assert wanted == (i, i + 1), "this layer's cache is appended to in order, and after it was read"
         else:
-            assert not wanted, "nothing is chosen"
+            assert not wanted, "no token is sampled"
     assert needs(*parts) == needs(*parts[::-1]), "no slot is special"
 
 
 def test_a_tensor_that_is_read_is_not_overwritten_before(folder: Path) -> None:
-    """Block tables alone are exempt, because a pass enters positions of its own; other state of sequences is not."""
+    """Block tables alone are exempt, because a pass enters its own positions; other state of sequences is not."""
     with Opened(folder, "cpu", schedule_of(ATTENTION, 1)) as one:
         plan = one.engine.runner.plan("prefill", CHUNK, 1)
     first, second = (segments(for_pipeline_slot(plan, pipeline_slot, plan.arena_bytes)) for pipeline_slot in (0, 1))
@@ -163,7 +163,7 @@ def test_pipeline_slots_share_what_belongs_to_sequences_and_nothing_else(plans: 
 
 
 def test_activations_between_devices_share_few_tensors(plans: Any) -> None:
-    """Layer by layer the same two: their lives are apart."""
+    """Layer by layer the same two: their lifetimes are separate."""
     _, plan = plans
     crossing = {n for s in plan.steps for n in s.args.values() if n.startswith(("q.", "o."))}
     assert crossing == {"q.0", "o.0"}
@@ -193,11 +193,11 @@ def test_overlapping_passes_give_the_bits_of_one_after_another(
         assert not one.device.failures and not one.device.in_flight
         if not own_memory(one.device):
             weights = 0 if name == ATTENTION else 3 * 4
-            assert one.device.transfers.counts.copies == weights, "nothing else is copied, and those once"
+            assert one.device.transfers.counts.copies == weights, "only these are copied, and once"
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The NPU begins what it was given when somebody waits for it, and no sooner: as slow as a device can be."""
+    """The NPU begins its work only when the host waits for it: as slow as a device can be."""
     gates: dict[tuple[int, int], threading.Event] = defaultdict(threading.Event)
     enqueue, wait, rest = NpuDevice.enqueue, NpuDevice.wait, NpuDevice._rest
 
@@ -221,9 +221,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_device_sees_the_same_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunk behind does not append before the one before has read: blocks that its window has passed may be given
-    again. (An NPU whose view has followed every pass reads its own rows alone; one that begins anew reads all that a
-    row sees.)"""
+    """A chunk does not append before the previous chunk has read: blocks past its window may be reused. (An NPU whose
+    view includes every pass reads only its own rows; a new view reads all rows in sight.)"""
     late(monkeypatch)
     update = KeyView.update
     monkeypatch.setattr(KeyView, "update", lambda self, *args: (self.forget(), update(self, *args)))
@@ -239,8 +238,7 @@ def test_a_slow_device_sees_the_same_caches(folder: Path, monkeypatch: pytest.Mo
 def test_order_is_kept_by_what_a_segment_needs_not_by_which_pass_is_stepped_first(
     folder: Path, unpipelined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the youngest chunk first in line the older ones are made to go on; without the wait, keys would be
-    missing."""
+    """With the youngest chunk first in line the older ones must run first; without the wait, keys would be missing."""
     enqueue = NpuDevice.enqueue
 
     def quick(self: NpuDevice, work: Any) -> int:
@@ -248,7 +246,7 @@ def test_order_is_kept_by_what_a_segment_needs_not_by_which_pass_is_stepped_firs
         self._rest()
         return ticket
 
-    monkeypatch.setattr(NpuDevice, "enqueue", quick)  # it begins what it is given, and ends it, at once
+    monkeypatch.setattr(NpuDevice, "enqueue", quick)  # it begins and ends its work at once
     monkeypatch.setattr(MultiDevice, "_order", lambda self: self.in_flight[::-1])
     wanted = unpipelined[ATTENTION, "cpu"]
     with Opened(folder, "cpu", schedule_of(ATTENTION, 2)) as one:
@@ -261,7 +259,7 @@ def test_order_is_kept_by_what_a_segment_needs_not_by_which_pass_is_stepped_firs
 def test_a_second_device_that_sees_no_common_memory_gets_copies_in_order(
     folder: Path, unpipelined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes of one chunk's copies wait for the passes before them."""
+    """Writes of one chunk's copies wait for the previous passes."""
     late(monkeypatch)
     monkeypatch.setattr(transfers, "anonymous", drivers_memory)
     with Opened(folder, "vulkan", schedule_of(ATTENTION, 2)) as one:
@@ -269,20 +267,19 @@ def test_a_second_device_that_sees_no_common_memory_gets_copies_in_order(
         assert one.device.transfers.counts.shared == 0 < one.device.transfers.counts.copies
 
 
-# --- both at work
+# --- both devices busy
 
 
 def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user asks for it, with pipeline = 1 and 2 in the schedule: the text is one, the spans are not. Every run of
-    the NPU is long beside the GPU's segments, so that what overlaps follows from the order of work and not from the
-    machine's load."""
+    """As a user runs it, with pipeline = 1 and 2 in the schedule: equal text, different spans. Every NPU run is long
+    beside the GPU's segments, so that the overlap depends on the order of work and not on the machine's load."""
     execute = xrt_sim.run._execute
     monkeypatch.setattr(xrt_sim.run, "_execute", lambda self: (time.sleep(0.02), execute(self)))
     device: Any = open_backend("vulkan")
     with device:
-        apart = own_memory(device)  # then copies between the two wait for all that the main device was given
+        separate = own_memory(device)  # then copies between the two wait for all work queued on the main device
     prompt = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write_file(path"
     shipped, found, said, model = ATTENTION.read_text(), {}, set(), tmp_path / "few.gguf"
     convert(cut(open_checkpoint(DEMO), BOTH), model, "q8_0")
@@ -308,7 +305,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
         spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
         found[depth] = [e for e in spans if ".prefill." in e["args"].get("plan", "")]
     assert len(said) == 1 and prompt in said.pop()
-    slack = 0.01  # microseconds: what adding floats of this size may lose
+    slack = 0.01  # microseconds: rounding of sums of floats of this size
     for depth, trace_of in found.items():
         rows = {
             r: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace_of if e["tid"] == r)
@@ -317,19 +314,19 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
         chunks = len({number for *_, number in rows[1]})
         assert chunks >= 4 and len(rows[2]) == len(BOTH) * chunks and len(rows[1]) > 4 * len(rows[2])
         for row in rows.values():
-            assert all(b[0] > a[1] - slack for a, b in pairwise(row)), "a device does one thing at a time"
+            assert all(b[0] > a[1] - slack for a, b in pairwise(row)), "a device runs one step at a time"
         both = [(p, q) for a, b, p in rows[1] for c, d, q in rows[2] if min(b, d) > max(a, c) + slack]
         if depth == 1:
             assert not both, "one chunk after another: while one device works the other waits"
             continue
         assert all(p != q for p, q in both), "within a chunk they run one after another"
-        if apart:
+        if separate:
             continue
         assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, (
             "every two neighbours overlap"
         )
         beside = {c for a, b, _ in rows[1] for c, d, _ in rows[2] if min(b, d) > max(a, c) + slack}
-        assert len(beside) > len(rows[2]) / 2, "most of the NPU's steps have the GPU at work beside them"
+        assert len(beside) > len(rows[2]) / 2, "most of the NPU's steps overlap with the GPU's"
 
 
 # --- failures
@@ -346,8 +343,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "nth"), FAULTS if LONG else FAULTS[::2])  # each fault
 def test_a_failure_in_one_pass_ends_the_device_for_both(fault: str, nth: int, folder: Path, unpipelined: Any) -> None:
-    """The other pass's work is drained, both go on on the main device, and the result is what that computes: with int8
-    by rows the same integers, so the same tokens and logits but for the order of the rest's sums."""
+    """The other pass's work is drained, and both continue on the main device. The result is the main device's: with
+    int8 by rows the same integers, so the same tokens, and logits up to the order of the other sums."""
     wanted = unpipelined[PROJECTIONS, "cpu"]
     with Opened(folder, "cpu", schedule_of(PROJECTIONS, 2)) as one:
         npu, dropped = one.device.others["npu"], []
@@ -365,11 +362,11 @@ def test_a_failure_in_one_pass_ends_the_device_for_both(fault: str, nth: int, fo
         assert len(one.device.failures) == len(dropped) == 1 and one.device.failures[0].startswith("npu: sim-npu1")
         assert dropped == [1], "the other pass ran there too"
         assert not one.device.others and not one.device.in_flight
-        assert not npu._begun and npu._worker._shutdown, "nothing of it runs on"
+        assert not npu._begun and npu._worker._shutdown, "no step of it still runs"
 
 
 def test_a_failure_without_a_fallback_ends_both_passes(folder: Path, unpipelined: Any) -> None:
-    """And the engine is usable: what was in flight is gone."""
+    """The engine stays usable: passes in flight are dropped."""
     wanted = unpipelined[ATTENTION, "cpu"]
     with Opened(folder, "cpu", schedule_of(ATTENTION, 2, fallback={})) as one:
         with pytest.raises(ValueError, match="no such ticket"):
@@ -403,7 +400,7 @@ def test_every_pipeline_slot_is_in_the_plan_of_memory(folder: Path) -> None:
 
 
 def test_a_prompt_of_one_chunk_and_decoding_run_as_before(folder: Path) -> None:
-    """One pass is in flight and nothing waits for another one; decode passes have no pipeline slot."""
+    """One pass is in flight and does not wait for another; decode passes have no pipeline slot."""
     ids = list(range(10, 10 + CHUNK))
     counts = []
     for depth in (1, 2):

@@ -1,4 +1,4 @@
-"""The planner: every edge checked, live activations never overlap, precision follows the profile."""
+"""The planner: every edge is checked, live activations never overlap, precision matches the profile."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_live_activations_never_share_bytes(drawn):
         assert offsets[a.name] % ALIGN == 0 and offsets[a.name] + a.nbytes <= size
         for b in items[:i]:
             together = a.first <= b.last and b.first <= a.last
-            apart = offsets[a.name] + a.nbytes <= offsets[b.name] or offsets[b.name] + b.nbytes <= offsets[a.name]
-            assert apart or not together
+            disjoint = offsets[a.name] + a.nbytes <= offsets[b.name] or offsets[b.name] + b.nbytes <= offsets[a.name]
+            assert disjoint or not together
     assert size <= sum(-(-v.nbytes // ALIGN) * ALIGN for v in items)
 
 
 def spans(made: Plan) -> dict[str, tuple[int, int]]:
-    """First and last step of each activation, worked out again from the steps."""
+    """First and last step of each activation, recomputed from the steps."""
     found: dict[str, tuple[int, int]] = {}
     for i, step in enumerate(made.steps):
         for name in step.args.values():
@@ -66,8 +66,8 @@ def spans(made: Plan) -> dict[str, tuple[int, int]]:
     return found
 
 
-def assert_apart(made: Plan, after: int = 0) -> None:
-    """Activations that live at the same time share no bytes, `after`: nor with those of so many steps more."""
+def assert_disjoint(made: Plan, after: int = 0) -> None:
+    """Assert that activations that live at the same time share no bytes; with `after`, that many steps longer."""
     live = spans(made)
     for a, (first, last) in live.items():
         for b, (start, stop) in live.items():
@@ -92,7 +92,9 @@ def test_a_plan_is_whole(phase, rows, outs):
             if (key in op.outputs or key in op.scratch) and decl.kind == "activation":
                 assert name not in written
                 written.add(name)
-    assert_apart(made, after=phase == "decode")  # in a fused group one workgroup reads what another is past
+    assert_disjoint(
+        made, after=phase == "decode"
+    )  # in a fused group one workgroup may still read what another has passed
     assert [s.op for s in made.steps][-1] == ("sample" if outs else "add_rmsnorm")
     assert made.steps[0].op == "begin_pass"
     assert [s.device for s in segments(made)] == ["cpu"]
@@ -106,8 +108,8 @@ def test_smaller_buckets_fit_in_the_layout_of_the_largest():
             for options in ({}, {"sample": False}, {"capture": True}):
                 made = plan(t, rows, min(rows, 3), "prefill", layout=layout, **options)
                 assert made.arena_bytes == layout.arena_bytes
-                assert_apart(made)
-            assert_apart(plan(t, rows, 0, "prefill", layout=layout))
+                assert_disjoint(made)
+            assert_disjoint(plan(t, rows, 0, "prefill", layout=layout))
     with pytest.raises(ValueError, match="has too few bytes for"):
         plan(t, 64, 3, "prefill", layout=plan(t, 8, 3, "prefill"))
 
@@ -146,7 +148,7 @@ def test_each_matrix_has_the_precision_of_its_own_type():
 
 def test_a_capability_changes_the_precision_of_prefill_and_of_batches():
     """Activations of more than a few rows are f16 where matrix units multiply them; those of few rows, and the cache,
-    stay as they are. The device says what few are."""
+    keep their types. The device defines "few"."""
     units = target("q4_0", capabilities=frozenset({"f16_matrices"}), slots=8)
     for phase, rows, act in (
         ("prefill", FEW_ROWS, "q8_act"),
@@ -274,7 +276,7 @@ def test_a_plan_has_the_steps_of_its_options_only():
     for options, one in made.items():
         added = [s for s in one.steps if s.op in ("adjust_logits", "logprobs")]
         assert sorted(s.op.removesuffix("_logits") for s in added) == sorted(options)
-        assert [s for s in one.steps if s not in added][:-1] == list(plain.steps)[:-1]  # but for what sample reads
+        assert [s for s in one.steps if s not in added][:-1] == list(plain.steps)[:-1]  # except for inputs of sample
         of = {s.op: s.args["logits"] for s in one.steps if "logits" in s.args and s.op != "logits"}
         assert of["sample"] == ("logits.adjusted" if "adjust" in options else "logits")
         assert all(of[op] == "logits" for op in of if op != "sample")  # log-probabilities are of the model's own logits
@@ -288,7 +290,7 @@ def test_plans_of_every_option_fit_the_layout_of_all():
         assert plan(target(), 2, 2, "decode", layout=layout, options=options).arena_bytes == layout.arena_bytes
 
 
-def test_options_need_tokens_that_are_chosen():
+def test_options_need_a_sampling_plan():
     with pytest.raises(ValueError, match=r"options \['adjust'\] belong to sampling passes"):
         plan(target(), 4, 4, "prefill", sample=False, options=("adjust",))
 
@@ -314,7 +316,7 @@ def test_an_alias_names_a_result_and_an_input(alias: dict[str, str]):
 def test_a_matrix_beside_quantised_ones_takes_matrix_units(
     family: str, rows: int, units: bool, dtype: str, matrix: str, act: str
 ) -> None:
-    """In batches; and rows are converted where their type is not the one that is there."""
+    """In batches; and rows are converted where no tensor of the required type exists."""
     hp = {"gemma3n": tiny_gemma3n, "gemma4": tiny_gemma4}[family]()
     shape = (hp.n_layers * hp.per_layer_dim, hp.hidden)
     can = frozenset({"f16_matrices"} if units else ())
@@ -340,9 +342,9 @@ def test_a_matrix_beside_quantised_ones_takes_matrix_units(
     assert converted is None or (converted.args["y"], made.tensors[converted.args["x"]].dtype) == (given, "f32")
 
 
-def test_what_a_left_out_step_would_read_outlives_its_result() -> None:
-    """A plan of few rows, which has no such step, has the places of one of many: here of a schedule whose conversion is
-    the last to read its input, and whose feed-forward comes before the result is read."""
+def test_inputs_of_an_omitted_step_outlive_its_result() -> None:
+    """A plan of few rows, without such a step, uses the layout of a plan of many. Here the conversion is the last
+    reader of its input, and the feed-forward comes before the result is read."""
     hp, schedule = tiny_gemma4(hidden=256), find_schedule("gemma4")
     moved = {
         s.name: s.model_copy(update={"when": "l == 0"})
@@ -367,4 +369,4 @@ def test_what_a_left_out_step_would_read_outlives_its_result() -> None:
     layout = plan(many, 32, 32, "decode")
     few = plan(many, 1, 1, "decode", layout=layout)
     assert "ple.rows" in layout.tensors and "ple.rows" not in few.tensors and few.arena_bytes == layout.arena_bytes
-    assert_apart(few)
+    assert_disjoint(few)

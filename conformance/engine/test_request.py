@@ -1,4 +1,4 @@
-"""A request by itself: what tokens make of it, whoever runs it and whatever runs beside it."""
+"""A single request: how it turns tokens into text, independent of its runner and of other requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 def request(tokenizer: Tokenizer, ctx: int = 64, prompt: Sequence[int] = (2, 5, 6), **options: Any) -> Request:
     check_prompt(prompt, tokenizer.n_tokens, ctx)
     made = Request(1, prompt, Options(**options), tokenizer=tokenizer)
-    made.last = min(made.n_prompt + made.limit, ctx)  # as the scheduler has it
+    made.last = min(made.n_prompt + made.limit, ctx)  # as the scheduler stores it
     return made
 
 
@@ -51,7 +51,7 @@ def run(one: Request, ids: Sequence[int]) -> str:
 
 
 def test_requests_share_nothing(tokenizer: Tokenizer) -> None:
-    """Tokens of two alternate: characters cut in the middle and stop strings half seen are each one's own."""
+    """Tokens of two requests alternate: split characters and partial stop strings stay with their own request."""
     texts = ("naïve café ☕ end", "über 中文 STOP here")
     ids = [tokenizer.encode(text, bos=False) for text in texts]
     a, b = (request(tokenizer, max_tokens=len(i), stop="STOP") for i in ids)
@@ -65,17 +65,17 @@ def test_requests_share_nothing(tokenizer: Tokenizer) -> None:
 
 
 def test_a_stop_string_that_shows_at_the_end_is_why_it_ended(tokenizer: Tokenizer) -> None:
-    """`car` could still have become `carpet`, so `ar` waited for it."""
+    """`car` could still have become `carpet`, so `ar` was held back."""
     ids = tokenizer.encode("a car", bos=False)
     for end in ([], [min(tokenizer.eos_ids)]):
         one = request(tokenizer, max_tokens=len(ids) + len(end), stop=["carpet", "ar"])
         assert run(one, ids + end) == tokenizer.decode(ids).partition("ar")[0] and one.finish == "stop"
 
 
-def test_why_it_ends_and_what_comes_afterwards(tokenizer: Tokenizer) -> None:
+def test_finish_reasons_and_tokens_after_the_end(tokenizer: Tokenizer) -> None:
     eos, ids = min(tokenizer.eos_ids), tokenizer.encode("one two three four", bos=False)
     ended = request(tokenizer)
-    assert run(ended, [*ids[:2], eos, *ids]) == tokenizer.decode(ids[:2]), "of passes ahead nothing is taken"
+    assert run(ended, [*ids[:2], eos, *ids]) == tokenizer.decode(ids[:2]), "tokens of later passes are dropped"
     assert (ended.finish, ended.ids) == ("eos", [2, 5, 6, *ids[:2], eos])
     ignored = request(tokenizer, ignore_eos=True, max_tokens=3)
     run(ignored, [ids[0], eos, ids[1]])
@@ -86,7 +86,7 @@ def test_why_it_ends_and_what_comes_afterwards(tokenizer: Tokenizer) -> None:
     run(dropped, ids[:1])
     assert dropped.end("cancelled") and not dropped.end("deadline"), "it ends once"
     assert dropped.finish == "cancelled" and dropped.generated == ids[:1]
-    assert not ended.end("cancelled") and ended.finish == "eos", "what has ended cannot be cancelled"
+    assert not ended.end("cancelled") and ended.finish == "eos", "an ended request cannot be cancelled"
 
 
 def test_its_statistics_count_what_the_cache_did_not_hold(
@@ -121,12 +121,14 @@ def test_a_request_that_never_began_has_no_first_token(tokenizer: Tokenizer) -> 
         ({"stop": ["a", ""]}, "a stop string is empty"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_made(options: dict[str, Any], said: str, tokenizer: Tokenizer) -> None:
+def test_impossible_options_are_refused_at_construction(
+    options: dict[str, Any], said: str, tokenizer: Tokenizer
+) -> None:
     with pytest.raises(ValueError, match=said):
         request(tokenizer, **options)
 
 
-def test_a_prompt_must_leave_room_for_a_token(tokenizer: Tokenizer) -> None:
+def test_a_prompt_must_be_shorter_than_the_context(tokenizer: Tokenizer) -> None:
     assert run(request(tokenizer, ctx=4), [7, 8]) == tokenizer.decode([7])
     with pytest.raises(ContextExceeded, match="a prompt of 3 tokens leaves no room in the context of 3"):
         request(tokenizer, ctx=3)

@@ -1,4 +1,4 @@
-"""Which rows run when: pace, order, sharing, room. What random requests find is in test_scheduler_machine.py."""
+"""Which rows run when: rows per pass, order, sharing, free blocks. Random requests: test_scheduler_machine.py."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def rows_of(passes: list[Pass], stream: Request) -> list[int]:
     return [sum(len(r.ids or (0,)) for r in p.runs if r.seq is stream) for p in passes]
 
 
-# --- pace ------------------------------------------------------------------------------------------------------------
+# --- rows per pass ---------------------------------------------------------------------------------------------------
 
 
-def test_streams_keep_their_pace_while_prompts_run():
+def test_streams_decode_in_every_pass_while_prompts_run():
     server = loop(mixed=16)
     streams = [server.add(prompt(5, i), 60) for i in range(3)]
     server.steps(3)
@@ -56,7 +56,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert rows_of(passes, short) == [8, 0, 0] and rows_of(passes, long) == [24, 32, 32]
 
 
-def test_decoding_rows_go_on_where_the_device_left_off():
+def test_decoding_rows_continue_from_the_devices_position():
     server = loop()
     stream = server.add(prompt(5), 5)
     runs = [p.runs[0] for p in server.steps(5)]
@@ -64,11 +64,11 @@ def test_decoding_rows_go_on_where_the_device_left_off():
         (0, tuple(prompt(5)), 1),
         *((5 + i, None, 1) for i in range(4)),
     ]
-    assert server.step() is None and stream.finish == "length", "no pass for a token that nobody wants"
+    assert server.step() is None and stream.finish == "length", "no pass for an unwanted token"
     assert server.scheduler.idle and server.right(stream)
 
 
-def test_a_stream_that_may_not_run_ahead_has_its_token_first():
+def test_a_stream_sampled_with_the_host_waits_for_its_token():
     server = loop()
     careful, quick = server.add(prompt(5), 6, ahead=False), server.add(prompt(6), 12)
     server.drain()
@@ -77,7 +77,7 @@ def test_a_stream_that_may_not_run_ahead_has_its_token_first():
     assert max(len(p.runs) for p in server.passes) == 2 and len(server.passes) <= 14
 
 
-def test_an_end_is_known_one_pass_late_and_harms_nobody():
+def test_an_end_is_known_one_pass_late():
     server = loop(slots=1, blocks=50)
     first = server.add(prompt(5), 50, ends=range(23))
     second = server.add(prompt(9, 3), 20)
@@ -99,7 +99,7 @@ def test_a_sequence_may_end_with_the_context():
 
 
 def entered(server: Loop, streams: list[Request]) -> list[int]:
-    """In which order sequences got their slots."""
+    """The order in which sequences got their slots."""
     params = [s for p in server.passes for s in p.params]
     return [streams.index(s) for s in params]
 
@@ -111,7 +111,7 @@ def test_first_come_first_served_higher_priorities_first():
     assert entered(server, streams) == [2, 4, 3, 0, 1] and server.right(*streams)
 
 
-def test_nobody_is_overtaken_without_end():
+def test_overtaking_is_bounded():
     server = loop(slots=1, overtakes=3)
     low = server.add(prompt(4), 2)
     high = [server.add(prompt(4, i), 2, priority=1) for i in range(1, 8)]
@@ -136,7 +136,7 @@ def test_a_request_that_is_cancelled_or_late_gives_all_back():
 
 
 def test_requests_that_have_ended_are_not_kept_until_their_deadlines():
-    """Whatever ends long before its deadline is forgotten, and those that go on are ended by theirs."""
+    """A request that ends long before its deadline is dropped; deadlines still end running requests."""
     now = [0.0]
     server = loop(slots=2, clock=lambda: now[0])
     waiting = server.add(prompt(9, 1), 150, deadline=100.0)
@@ -152,12 +152,12 @@ def test_requests_that_have_ended_are_not_kept_until_their_deadlines():
     assert server.scheduler.expire() == [waiting] and waiting.finish == "deadline"
 
 
-def test_a_full_queue_says_when_to_come_again():
+def test_a_full_queue_returns_retry_after():
     now = [0.0]
     server = loop(slots=1, queue=2, clock=lambda: now[0])
     for i in range(2):
         server.add(prompt(4, i), 1)
-    with pytest.raises(QueueFull, match="2 requests wait") as refused:
+    with pytest.raises(QueueFull, match="2 requests are waiting") as refused:
         server.add(prompt(4), 1)
     assert refused.value.retry_after == 1.0
     while not server.scheduler.idle:
@@ -170,7 +170,7 @@ def test_a_full_queue_says_when_to_come_again():
     assert 4.0 <= refused.value.retry_after <= 12.0
 
 
-def test_those_that_are_put_back_take_no_place_in_the_queue():
+def test_preempted_requests_take_no_place_in_the_queue():
     server = loop(slots=2, blocks=13, ctx=60, queue=1)
     first, second = server.add(prompt(20), 30), None
     server.step()
@@ -187,7 +187,7 @@ def test_those_that_are_put_back_take_no_place_in_the_queue():
     assert server.right(first, second, third)
 
 
-def test_what_never_fits_is_refused_with_numbers():
+def test_requests_that_never_fit_are_refused_with_numbers():
     server = loop(ctx=100, blocks=10, window=9, local=3)
     with pytest.raises(ContextExceeded, match="a prompt of 100 tokens leaves no room in the context of 100"):
         server.add(prompt(100), 1)
@@ -233,7 +233,7 @@ def test_a_conversation_pays_for_new_tokens_only(window):
 
 
 def test_conversations_survive_others_that_end():
-    """The last window of a branch goes last: traffic takes the middles of what has ended first."""
+    """The last window of a branch is evicted last: traffic evicts the middles of ended sequences first."""
     server = loop(window=8, local=40, blocks=400)
     talks = [list(server.oracle.text(prompt(3, i), 1, frozenset())) + prompt(40, 2 * i) for i in range(4)]
     streams = [server.add(t, 10) for t in talks]
@@ -248,7 +248,7 @@ def test_conversations_survive_others_that_end():
 
 
 def test_blocks_are_shared_from_the_next_pass_on():
-    """Two alike in one pass: the second waits for what the first computes, and runs nothing twice."""
+    """Two alike in one pass: the second waits for the first's blocks, and computes none twice."""
     server = loop()
     one, two = (server.add(prompt(21), 3) for _ in range(2))
     passes = server.steps(2)
@@ -257,7 +257,7 @@ def test_blocks_are_shared_from_the_next_pass_on():
     assert server.right(one, two)
 
 
-# --- room ------------------------------------------------------------------------------------------------------------
+# --- free blocks -----------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_that_does_not_fit_beside_another_waits():
@@ -268,7 +268,7 @@ def test_a_prompt_that_does_not_fit_beside_another_waits():
 
 
 @pytest.mark.parametrize("window", [0, 5])
-def test_the_last_in_order_makes_room_and_comes_back(window):
+def test_the_last_in_order_is_preempted_and_resumes(window):
     server = loop(slots=3, blocks=20, window=window, local=20)
     streams = [server.add(prompt(16, i), 30) for i in range(3)]
     server.drain()
@@ -276,7 +276,7 @@ def test_the_last_in_order_makes_room_and_comes_back(window):
     assert streams[0].preemptions == 0 and streams[2].preemptions > 0
 
 
-def test_what_was_computed_is_found_again_after_a_preemption():
+def test_computed_blocks_are_found_again_after_a_preemption():
     server = loop(slots=2, blocks=24)
     first, second = server.add(prompt(30), 40), server.add(prompt(30, 5), 30)
     server.drain()
@@ -285,7 +285,7 @@ def test_what_was_computed_is_found_again_after_a_preemption():
 
 
 def test_a_slot_whose_token_is_not_read_yet_is_not_given_again():
-    """The last in order is preempted while a pass that chooses its token runs; a request of high priority comes just
+    """The last in order is preempted while a pass that samples its token runs; a request of high priority arrives just
     then."""
 
     def server_at(passes: int) -> tuple[Loop, Request, Request]:
@@ -317,11 +317,11 @@ def test_a_lost_device_costs_time_and_no_token():
     assert server.right(*streams)
 
 
-# --- rows that are read back, passes that overlap, what counts as computed ---------------------------------------------
+# --- rows that are read back, overlapping passes, computed blocks -----------------------------------------------------
 
 
 def test_one_pass_that_reads_rows_back_is_in_flight():
-    """Unless passes that overlap have a result each."""
+    """Unless overlapping passes have separate results."""
     for overlap in (False, True):
         server = loop(overlap=overlap)
         for i in range(2):
@@ -331,7 +331,7 @@ def test_one_pass_that_reads_rows_back_is_in_flight():
 
 
 def test_rows_wait_for_their_reader():
-    """What was read back and not taken is held in the host's memory."""
+    """Rows that were read back and not taken are held in host memory."""
     server = loop(slots=2)
     server.scheduler.ready = lambda request: not request.captured
     reader = server.add(prompt(30), 1, capture="logits", rows=4)
@@ -344,7 +344,7 @@ def test_rows_wait_for_their_reader():
 
 
 def test_a_reader_that_rests_gives_its_slot_up():
-    """Behind the passes with rows of it."""
+    """After the passes with its rows."""
     server = loop(slots=1, overlap=True)
     server.scheduler.ready = lambda request: not request.captured
     reader = server.add(prompt(30), 1, capture="hidden", rows=8, ahead=False)
@@ -362,7 +362,7 @@ def test_a_reader_that_rests_gives_its_slot_up():
 
 
 def test_a_slot_that_an_idle_reader_gives_up_may_still_be_read():
-    """Where passes overlap it is given behind those in flight."""
+    """Where passes overlap, the slot is reused only after those in flight."""
     server = loop(slots=2, overlap=True)
     server.scheduler.ready = lambda request: not request.captured
     reader, other = server.add(prompt(30), 1, capture="hidden", rows=8, ahead=False), server.add(prompt(4, 3), 9)
@@ -372,7 +372,7 @@ def test_a_slot_that_an_idle_reader_gives_up_may_still_be_read():
     assert reader.captured and reader.preemptions == 1 and server.right(other, third)
 
 
-def test_a_slot_changes_hands_behind_passes_that_overlap():
+def test_a_slot_is_reused_after_overlapping_passes():
     server = loop(slots=1, overlap=True)
     first = server.add(prompt(4), 9)
     done = server.scheduler.schedule()
@@ -384,12 +384,12 @@ def test_a_slot_changes_hands_behind_passes_that_overlap():
     assert server.right(second)
 
 
-def test_what_counts_as_computed_is_neither_found_nor_shared():
+def test_positions_marked_computed_are_neither_found_nor_shared():
     server = loop(window=6)
     server.add(prompt(20), 1, start=13)
     done = server.step()
     assert [run.start for run in done.runs] == [13]
-    assert min(index for group, _, index, _ in done.writes if group == "local") == 2, "what the next row sees"
+    assert min(index for group, _, index, _ in done.writes if group == "local") == 2, "the next row's window"
     server.drain()
     other = server.add(prompt(20), 3)
     server.drain()
@@ -467,7 +467,7 @@ def test_spans_that_never_fit_are_refused():
 
 
 def test_the_first_in_order_has_blocks_for_its_whole_span():
-    """Whoever must go for it: a part of a span does not run."""
+    """Another sequence is preempted if needed: a part of a span does not run."""
     server = loop(slots=3, rows=8, blocks=16)
     others = [server.add(prompt(9, i), 40) for i in (1, 2)]
     server.steps(4)
@@ -495,7 +495,7 @@ def test_a_pass_as_arrays():
 # --- misuse ----------------------------------------------------------------------------------------------------------
 
 
-def test_misuse_is_said():
+def test_misuse_is_an_error():
     server = loop(slots=2)
     stream = server.add(prompt(5), 9)
     with pytest.raises(ValueError, match="has been added before"):

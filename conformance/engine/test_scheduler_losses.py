@@ -1,4 +1,4 @@
-"""Passes that were lost: what the cache keeps of them, and what they cost; and a row for which there is no block."""
+"""Lost passes: the cache blocks that stay valid and the rows to repeat; and a row without a block."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hybrid.engine.blocks import Group
 from hybrid.engine.scheduler import Limits
 
 
-def test_passes_that_did_nothing_leave_nothing_and_cost_no_more_than_themselves():
+def test_lost_passes_leave_no_blocks_and_repeat_only_their_rows():
     server = loop(window=6)
     first = server.add(prompt(30), 20)
     server.steps(8)
     second = server.add(prompt(24, 3), 6)
-    assert server.scheduler.schedule().rows > 24, "nothing of it is run"
+    assert server.scheduler.schedule().rows > 24, "none of its rows is run"
     server.scheduler.lose(cache=False)
     server._flights.clear()
     server.drain()
-    assert server.right(first, second) and server.scheduler.counts.recomputed <= 24 + 8, "more than what was in flight"
+    assert server.right(first, second) and server.scheduler.counts.recomputed <= 24 + 8, "more rows than were in flight"
 
 
-def test_a_row_without_a_block_waits_though_its_window_has_gone_on():
-    """Asked in vain: what the rows in flight see may be somebody else's then, in passes behind them."""
+def test_a_row_without_a_block_waits_though_its_window_has_moved():
+    """No block is free. Blocks that the rows in flight see may be reused by later passes."""
     server = Loop([Group("global", 8), Group("local", 11, 1)], 1, Limits(1, 8, 4, ahead=3))
     blocks = server.scheduler.blocks
     others = blocks.held()

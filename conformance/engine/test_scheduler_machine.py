@@ -1,7 +1,7 @@
-"""Random requests against a scheduler whose device has a memory: every text is that of its sequence alone, every block
-is accounted for after every step, nothing is left in the end.
+"""Random requests against a scheduler on a simulated device with memory. Every text equals that of its sequence alone,
+every block is accounted for after every step, and no block or slot stays in use at the end.
 
-A step is one rule. `python -m conformance.engine.test_scheduler_machine STEPS` runs many and prints what happened.
+A step is one rule. `python -m conformance.engine.test_scheduler_machine STEPS` runs many and prints counts.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from hybrid.engine.speculation import Speculator
 
 TOKENS = st.integers(0, VOCAB - 1)
 TOTALS: Counter[str] = Counter()
-"""What all machines of this process have done."""
+"""Event counts of all machines of this process."""
 
 WAYS = ("right", "wrong", "mixed", "long", "none", "fails")
 
 
-class Liar:
-    """Guesses by the way that it is told: what comes, what does not, both, more than it was asked for, nothing; or it
-    fails."""
+class ModalDrafter:
+    """Drafts by a mode: right, wrong, both, too many, none; or it fails."""
 
-    name = "liar"
+    name = "modal"
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle, self.way, self.closed = oracle, WAYS[0], False
@@ -118,15 +117,15 @@ class Machine(RuleBasedStateMachine):
         self.runner = Runner(blocks.groups, block, slots, table)
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.failures: list[str] = []
-        self.liar, room = Liar(self.oracle), self.limits.outs or slots
-        self.speculator = Speculator(self.liar, room, guesses, None, lambda s, e: None, self.failures.append)
+        self.drafter, room = ModalDrafter(self.oracle), self.limits.outs or slots
+        self.speculator = Speculator(self.drafter, room, guesses, None, lambda s, e: None, self.failures.append)
         self.streams: list[Request] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
         self.read: defaultdict[int, set[int]] = defaultdict(set)
         self.systems = data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=ctx - 4), min_size=1, max_size=3))
 
-    # --- what may happen ---------------------------------------------------------------------------------------------
+    # --- rules -------------------------------------------------------------------------------------------------------
 
     def add(self, prompt: list[int], limit: int, cuts: Sequence[int] = (), **options: Any) -> None:
         edges = sorted({cut % (len(prompt) + 1) for cut in cuts})
@@ -169,8 +168,8 @@ class Machine(RuleBasedStateMachine):
         own=st.lists(TOKENS, min_size=1, max_size=4),
         limit=st.integers(1, 30),
     )
-    def go_on(self, of, keep, own, limit):
-        """The next turn of a conversation, or another end of one."""
+    def continue_text(self, of, keep, own, limit):
+        """The next turn of a conversation, or another branch of it."""
         self.add(self.streams[of % len(self.streams)].ids[:keep] + own, limit)
 
     @precondition(lambda self: self.streams)
@@ -196,7 +195,7 @@ class Machine(RuleBasedStateMachine):
         cuts=st.lists(st.integers(0, 40), max_size=2),
     )
     def read_back(self, prompt, what, rows, cuts):
-        """A request that reads rows back: its reader takes them at some time."""
+        """A request that reads rows back: its reader takes them some time later."""
         self.add(prompt, 1, cuts, capture=what, rows=rows)
 
     @precondition(lambda self: any(s.captured for s in self.streams))
@@ -216,26 +215,26 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(not s.ahead for s in self.streams))
     @rule(of=st.integers(0, 99), right=st.integers(0, 3), wrong=st.lists(TOKENS, max_size=2))
     def guess(self, of, right, wrong):
-        """Drafts, some of which are what comes next."""
+        """Drafts, some of which are correct."""
         some = [s for s in self.streams if not s.ahead and not s.pending and s.finish is None and not s.capture]
         if some:
             stream = some[of % len(some)]
             self.scheduler.draft(stream, self.oracle.text(stream.ids, right, frozenset()) + wrong)
 
     @rule(way=st.sampled_from(WAYS[:-1] * 2 + WAYS[-1:]))
-    def guess_otherwise(self, way):
-        self.liar.way = way
+    def switch_drafter(self, way):
+        self.drafter.way = way
 
     @rule(times=st.integers(1, 6))
     def prepare(self, times):
-        """Passes, as many ahead as may be."""
+        """Submit passes, as many ahead as allowed."""
         for _ in range(times):
             if self.schedule() is None:
                 break
 
     @rule(times=st.integers(1, 6))
     def work(self, times):
-        """As an engine does it: the next pass, then the tokens of the oldest."""
+        """Submit the next pass, then commit the oldest, as an engine does."""
         for _ in range(times):
             self.schedule()
             self.finish()
@@ -258,7 +257,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(first=st.integers(0, 1))
     def lose(self, first):
-        """The device is lost, before or after it has run a pass whose tokens nobody has read."""
+        """The device is lost, before or after it has run a pass whose tokens are unread."""
         if first:
             self.runner.run(self.flights[0])
         self.scheduler.lose()
@@ -266,7 +265,7 @@ class Machine(RuleBasedStateMachine):
         self.flights.clear()
         TOTALS["lost devices"] += 1
 
-    # --- what must hold ----------------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Pass | None:
         scheduler, limits = self.scheduler, self.limits
@@ -277,7 +276,7 @@ class Machine(RuleBasedStateMachine):
             TOTALS["waits for guesses"] += 1
             return None
         done = scheduler.schedule()
-        for stream in waiting:  # counted again, by another rule: who came later and went first
+        for stream in waiting:  # recounted by another rule: later arrivals that got slots first
             if not stream.entered:
                 self.overtaken[stream.id] += sum(s.entered and s.number > stream.number for s in waiting)
                 assert self.overtaken[stream.id] <= limits.overtakes
@@ -291,7 +290,7 @@ class Machine(RuleBasedStateMachine):
             or first.captured
             or pending[first]
             or any(run.seq is first for run in done.runs)
-        ), f"{first.id} is first in order, and does not go on"
+        ), f"{first.id} is first in order, and does not run"
         assert 0 < done.rows <= limits.rows and (done.capture or done.outs <= (limits.outs or limits.slots))
         assert len(done.writes) <= scheduler.max_writes
         assert all(run.seq.capture == done.capture for run in done.runs)
@@ -323,7 +322,7 @@ class Machine(RuleBasedStateMachine):
                     self.taken(stream)
             self.schedule()
             self.finish()
-        assert scheduler.idle, "something never ends"
+        assert scheduler.idle, "a request never ends"
         audit(scheduler)
         for stream in self.streams:
             while stream.captured:
@@ -336,7 +335,7 @@ class Machine(RuleBasedStateMachine):
             assert text == self.oracle.text(stream.ids[: stream.n_prompt], len(text), frozenset()), (
                 f"{stream.id}: a wrong token"
             )
-            assert not any(t in stream.ends for t in text[:-1]), "it goes on after its end"
+            assert not any(t in stream.ends for t in text[:-1]), "it continues after its end"
             match stream.finish:
                 case "eos":
                     assert text[-1] in stream.ends
@@ -358,7 +357,7 @@ class Machine(RuleBasedStateMachine):
         TOTALS.update({"machines": 1, "evictions": scheduler.blocks.evictions})
 
     def prefixes_are_right(self) -> None:
-        """What the cache would give to a next request is what computing it would give."""
+        """Cached values for a next request equal recomputed ones."""
         blocks = self.scheduler.blocks
         for stream in self.streams:
             held, values = blocks.held(), self.oracle.values(tuple(stream.ids))

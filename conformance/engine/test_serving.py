@@ -1,4 +1,4 @@
-"""Requests that run in the background: each gets the text that it would get alone, whatever the others do."""
+"""Requests run in the background: each gets the text of the request alone, whatever the others do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid.engine.request import Completion, Event
 from hybrid.model import Model
 
 PROMPTS = ([2, 4, 5, 6], [2, 7, 8, 9, 10, 11, 12, 13, 14], [2] * 17, [2, *range(20, 60)], [2, 9])
-PATIENCE = 60.0  # seconds; nothing here takes one
+PATIENCE = 60.0  # test timeouts in seconds; no test takes one
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def alone(model: Model, prompt: list[int], count: int = 24, **options: Any) -> s
 @pytest.mark.slow
 @pytest.mark.parametrize("device", BACKENDS)
 def test_requests_together_get_the_texts_that_they_get_alone(folder: Path, device: str) -> None:
-    """More requests than slots, of several lengths, greedy and drawn, some of them sent by other threads."""
+    """More requests than slots, of several lengths, greedy and sampled, some sent by other threads."""
     with load(folder, device, 3) as model:
         wanted: list[tuple[list[int], int, dict[str, Any]]]
         wanted = [
@@ -75,7 +75,7 @@ def test_requests_together_get_the_texts_that_they_get_alone(folder: Path, devic
         assert counted.generated_tokens == 2 * sum(n for _, n, _ in wanted)
 
 
-def test_pieces_events_and_result_say_the_same(model: Model) -> None:
+def test_pieces_events_and_result_agree(model: Model) -> None:
     handle = model.submit(PROMPTS[1], max_tokens=12, ignore_eos=True)
     pieces, events, whole = list(handle), list(handle.events()), handle.result(PATIENCE)
     assert handle.done and all(pieces) and isinstance(whole, Completion) and isinstance(events[0], Event)
@@ -98,7 +98,7 @@ def test_asyncio_reads_many_at_once(model: Model) -> None:
 
 
 class Anything:
-    """A constraint that forbids nothing, whose requests' tokens are handed out by themselves."""
+    """A constraint that forbids no token; its requests' tokens are delivered one at a time."""
 
     def mask(self) -> None:
         return None
@@ -111,7 +111,7 @@ class Anything:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_asyncio_is_told_of_what_is_handed_out_at_once(model: Model, cancelled: bool) -> None:
+def test_asyncio_is_notified_of_each_token(model: Model, cancelled: bool) -> None:
     async def read() -> str:
         handle = model.submit(PROMPTS[0], max_tokens=200 if cancelled else 6, ignore_eos=True, constraint=Anything())
         async for _ in handle:
@@ -166,7 +166,7 @@ def test_cancelled_late_and_dropped_requests_end_and_free_their_place(model: Mod
     deadline = time.monotonic() + PATIENCE
     while not model.engine.scheduler.idle and time.monotonic() < deadline:
         time.sleep(0.002)
-    assert model.engine.scheduler.idle, "a handle that nobody holds keeps its place"
+    assert model.engine.scheduler.idle, "a dropped handle keeps its slot"
 
 
 def test_refusals(folder: Path) -> None:
@@ -184,7 +184,7 @@ def test_refusals(folder: Path) -> None:
                 model.submit(PROMPTS[0], **{name: value})
         with pytest.raises(ContextExceeded):
             model.submit([2] * 96)
-        with model.engine.lock:  # nothing is begun
+        with model.engine.lock:  # no request has begun
             waiting = model.submit(PROMPTS[0], max_tokens=2, ignore_eos=True)
             with pytest.raises(QueueFull, match="try again in") as full:
                 model.submit(PROMPTS[1])
@@ -204,7 +204,7 @@ def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.Monke
             return start(scheduled)
 
         monkeypatch.setattr(model.engine.runner, "start", noted)
-        with model.engine.lock:  # nothing is begun
+        with model.engine.lock:  # no request has begun
             handles = [
                 model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))
             ]
@@ -213,7 +213,7 @@ def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.Monke
         assert begun == [len(PROMPTS[i]) for i in (2, 1, 3, 0)]
 
 
-def test_a_lost_device_ends_every_request_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_every_request_with_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(folder, "cpu", 2) as model:
         submit = model.engine.runner._submit
         left = [5]

@@ -1,8 +1,8 @@
-"""Scheduled passes on a real engine: prompts and decoding in the same passes, blocks found again and taken away,
-faults. Every text is that of its sequence alone.
+"""Scheduled passes on a real engine: prompts and decoding in the same passes, blocks reused and preempted, faults.
+Every text equals that of its sequence alone.
 
 `python -m conformance.engine.test_serving_engine STEPS SEED [draft]` runs many steps of the state machine and prints
-what happened.
+counts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def on(checkpoint: Checkpoint) -> Iterator[Callable[..., Stepped]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_the_cache_holds_is_not_computed_again(on: Callable[..., Stepped], backend: str) -> None:
+def test_cached_prefixes_are_not_computed_again(on: Callable[..., Stepped], backend: str) -> None:
     made = on(backend)
     first = made.submit(LONG_PROMPT, max_tokens=20)
     made.finish()
@@ -78,8 +78,8 @@ def test_what_the_cache_holds_is_not_computed_again(on: Callable[..., Stepped], 
 
 
 @pytest.mark.slow
-def test_sequences_take_turns_where_blocks_are_few(on: Callable[..., Stepped]) -> None:
-    """Room for one whole sequence: others are put back, and go on from what the cache still holds."""
+def test_sequences_are_preempted_where_blocks_are_few(on: Callable[..., Stepped]) -> None:
+    """Blocks for one whole sequence: others are preempted, and continue from blocks that are still cached."""
     made = on(blocks=(5, 5), slots=3)
     asked = [[2, *range(20 + i, 50 + 2 * i)] for i in range(4)]
     handles = [made.submit(ids, max_tokens=60) for ids in asked]
@@ -107,7 +107,7 @@ def test_others_run_between_two_passes(on: Callable[..., Stepped], backend: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Stepped], backend: str) -> None:
-    """Where rows go on for many passes, and get new blocks meanwhile."""
+    """Rows continue for many passes, and get new blocks meanwhile."""
     made = on(backend)
     handles = [made.submit(ids, max_tokens=50) for ids in ([2, 5, 6], LONG_PROMPT, [2, 9])]
     for _ in range(40):
@@ -125,7 +125,7 @@ def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Step
 
 @pytest.mark.slow
 def test_aborted_steps_cost_no_token(on: Callable[..., Stepped]) -> None:
-    """Every sequence starts again from the tokens that it has."""
+    """Every sequence restarts from its known tokens."""
     made = on("vulkan")
     asked = [LONG_PROMPT, [2, 5, 6], [2, 7]]
     wanted = [alone(made.engine, ids, 24) for ids in asked]
@@ -165,7 +165,7 @@ def test_a_pass_that_was_never_submitted_leaves_no_message(
 def test_a_pass_that_was_never_submitted_may_have_no_request(
     on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its only one's constraint raises while it is made, then the device fails: whoever comes next is served."""
+    """Its only request's constraint raises while the pass is made, then the device fails: the next request still runs."""
     made = on()
     wanted = alone(made.engine, [2, 5, 6], 8)
 
@@ -200,7 +200,7 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
 
     run()
     before, passes = made.engine.counters.copy(), made.engine.metrics().passes
-    made.engine.scheduler.blocks.clear()  # or prompts would be shorter, and passes others
+    made.engine.scheduler.blocks.clear()  # otherwise prompts would be shorter, and passes different
     run()
     done = made.engine.counters.minus(before)
     assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes, done.transfers) == (
@@ -218,7 +218,7 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
 def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
     """The demonstration model (in the short profile its last three layers), real text of many lengths."""
     count, step = (24, 5) if LONG else (4, 1)
-    few, more, grow = (4, 8, 4.0) if LONG else (2, 1, 0.25)  # tokens of the shortest prompts, and how lengths grow
+    few, more, grow = (4, 8, 4.0) if LONG else (2, 1, 0.25)  # tokens of the shortest prompts, and the growth of lengths
     file = DEMO if LONG else cut(open_checkpoint(DEMO), (9, 10, 11))
     with hybrid.load(file, for_model(backend), ctx=256, slots=32, chunk=128, precision="exact") as model:
         text = prompt(200)
@@ -246,7 +246,7 @@ def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> Non
 
 @pytest.mark.slow
 def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
-    """A model as its own draft, some of whose guesses are changed."""
+    """A model as its own draft, with some of its drafts changed."""
     made = on(blocks=(7, 7), slots=3, chunk=16, guesses=7)
     made.draft = draft_of(made.engine)
     drive(made, 100 if LONG else 8)
@@ -254,7 +254,7 @@ def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., S
 
 
 def drive(made: Stepped, examples: int, number: int | None = None) -> None:
-    """So many machines on one engine; number: a seed, None for the test's own."""
+    """Run so many machines on one engine; number: a seed, None for the test's own."""
 
     class Machine(Arrivals):
         pass
@@ -277,7 +277,7 @@ def drive(made: Stepped, examples: int, number: int | None = None) -> None:
 
 @pytest.mark.slow
 def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[..., Stepped]) -> None:
-    """Not up to near ties: every token, whatever runs beside it, also after a prefix that was found."""
+    """Every token is compared, also past near ties, whatever runs beside it, also after a prefix hit."""
     made = on("vulkan", deterministic=True, slots=4, ctx=96)
     asked = [[2, *range(20, 24 + 9 * i)] for i in range(4)]
     single = []
@@ -286,7 +286,7 @@ def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[.
         handle = made.submit(ids, max_tokens=12, temperature=0.9, seed=4)
         made.finish()
         single.append(handle.result(0).ids)
-    for _ in range(2):  # the second time prefixes are found
+    for _ in range(2):  # prefix hits the second time
         handles = [made.submit(ids, max_tokens=12, temperature=0.9, seed=4) for ids in asked]
         made.finish()
         assert [h.result(0).ids for h in handles] == single

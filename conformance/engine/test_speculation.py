@@ -1,4 +1,5 @@
-"""Guessed tokens: a text does not depend on who guesses, how many, and how well; how many are guessed does."""
+"""Speculation: a text does not depend on the drafter, the number of drafts and their acceptance; the number of passes
+does."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Drafts:
-    """Guesses by whatever `now` is."""
+    """Drafts by the current drafter `now`."""
 
     name = "by hand"
 
@@ -61,7 +62,7 @@ class Drafts:
 
 
 class Failing(Replay):
-    """Right, until it fails."""
+    """Correct until it fails."""
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         if any(len(request.ids) > 40 for request in wanted):
@@ -70,7 +71,7 @@ class Failing(Replay):
 
 
 class Known(Lookup):
-    """Guesses out of whichever of these texts begins as the sequence does; most of them right."""
+    """Drafts from the one of these texts that begins as the sequence does; most of them correct."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class Alternating:
 
 
 class Hearing:
-    """Allows everything, and notes what it is told."""
+    """Allows everything, and records accepted tokens."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -122,7 +123,7 @@ class Hearing:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def model(request: pytest.FixtureRequest) -> Iterator[hybrid.Model]:
-    """In float32, where a choice that rounding could change is as good as never met."""
+    """In float32, where near ties are practically absent."""
     file = few(open_checkpoint(DEMO))
     with hybrid.load(
         file, for_model(request.param), ctx=CTX, slots=4, precision="exact", draft=Drafts(), speculate=3
@@ -132,27 +133,27 @@ def model(request: pytest.FixtureRequest) -> Iterator[hybrid.Model]:
 
 @pytest.fixture(scope="module")
 def plain(model: hybrid.Model) -> dict[str, list[int]]:
-    """What each way gives without guesses."""
+    """Each way's text without drafts."""
     return {way: run(model, None, **options) for way, options in WAYS.items()}
 
 
 def few(checkpoint: Checkpoint) -> Checkpoint:
-    """In the short profile a model of few layers: no test here is about what a text says (those of the whole:
+    """In the short profile a model of few layers: no test here depends on the text itself (the whole model:
     test_beginnings)."""
     return checkpoint if LONG else cut(checkpoint, BOTH)
 
 
-def told(model: hybrid.Model, drafts: Any) -> dict[str, int]:
-    """Guess so from now on (None: not at all): options of a request."""
+def set_drafter(model: hybrid.Model, drafts: Any) -> dict[str, int]:
+    """Set the drafter from now on (None: no drafts); returns options of a request."""
     assert model.speculator is not None and isinstance(model.speculator.drafter, Drafts)
     model.speculator.drafter.now = Lookup() if drafts is None else drafts
     return {"speculate": 0} if drafts is None else {}
 
 
 def run(model: hybrid.Model, drafts: Any, **options: Any) -> list[int]:
-    """The ids of a text with these guesses (None: without)."""
-    ids, told_so = options.pop("ids", PROMPT), told(model, drafts)
-    for _ in model.generate(ids, **{"max_tokens": TOKENS, "ignore_eos": True, **told_so, **options}):
+    """The ids of a text with these drafts (None: without)."""
+    ids, asked = options.pop("ids", PROMPT), set_drafter(model, drafts)
+    for _ in model.generate(ids, **{"max_tokens": TOKENS, "ignore_eos": True, **asked, **options}):
         pass
     assert model.stats is not None
     return list(model.stats.ids)
@@ -160,9 +161,9 @@ def run(model: hybrid.Model, drafts: Any, **options: Any) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for i, way in enumerate(WAYS) if LONG or i in (0, 1 + TURN)])
-def test_a_text_is_the_same_whatever_is_guessed(model: hybrid.Model, plain: dict[str, list[int]], way: str) -> None:
-    """In the short profile one rate a way and what looks back; greedy text with wrong guesses too, and below with right
-    ones. Greedy text and one of the other ways, in turn: below all of them run together."""
+def test_a_text_is_the_same_with_any_drafts(model: hybrid.Model, plain: dict[str, list[int]], way: str) -> None:
+    """In the short profile one rate a way and prompt lookup; greedy text with wrong drafts too, and below with correct
+    ones. Greedy text and one of the other ways, alternating: below all of them run together."""
     known = {tuple(model.encode(PROMPT)): plain[way]}
     every = ((Replay(known, 1.0), 1.0, 1.0), (Replay(known, 0.5), 0.1, 0.9), (Replay(known, 0.0), 0.0, 0.0))
     for drafts, low, high in every if LONG else every[1:] if way == "greedy" else every[1:2]:
@@ -174,18 +175,18 @@ def test_a_text_is_the_same_whatever_is_guessed(model: hybrid.Model, plain: dict
 
 
 @pytest.mark.slow
-def test_right_guesses_take_fewer_passes(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+def test_accepted_drafts_take_fewer_passes(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
     known = {tuple(model.encode(PROMPT)): plain["greedy"]}
     assert run(model, Replay(known, 1.0)) == plain["greedy"]
     stats = model.stats
     assert stats is not None and "tokens per pass" in stats.guessed and stats.guessed in stats.details()
-    whole = (TOKENS - 1) // 4  # passes of 3 guesses, of 4 tokens each after the first one; then 2 guesses and a token
+    whole = (TOKENS - 1) // 4  # passes of 3 drafts, of 4 tokens each after the first one; then 2 drafts and a token
     assert 1 + 4 * whole + 3 == TOKENS and (stats.drafted, stats.accepted) == (3 * whole + 2, 3 * whole + 2)
     assert stats.per_pass["submits"] == 1 and stats.per_pass["allocations"] == stats.per_pass["recordings"] == 0
 
 
 @pytest.mark.slow
-def test_a_text_ends_among_guesses_where_it_would_have(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+def test_a_text_ends_within_drafts_at_the_same_token(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
     prompt, text = model.encode(PROMPT), plain["greedy"]
     drafts = Replay({tuple(prompt): text}, 1.0)
     assert run(model, drafts, max_tokens=7) == text[:7]
@@ -202,7 +203,7 @@ def test_a_text_ends_among_guesses_where_it_would_have(model: hybrid.Model, plai
 
 
 @pytest.mark.slow
-def test_a_draft_that_fails_ends_guessing_and_not_the_text(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+def test_a_failing_drafter_ends_speculation_only(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
     known = {tuple(model.encode(PROMPT)): plain["sampled"]}
     assert model.speculator is not None
     drafter = model.speculator.drafter
@@ -218,13 +219,13 @@ def test_a_draft_that_fails_ends_guessing_and_not_the_text(model: hybrid.Model, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_guesses_for_itself(backend: str) -> None:
-    """As a draft of itself, with the same noise: nearly every guess is right (its passes have other rows). On one queue
-    nobody waits between guesses and their verification."""
+def test_a_model_is_its_own_draft(backend: str) -> None:
+    """The model as its own draft, with the same noise: nearly every draft is accepted (its passes have other rows). On
+    one queue the host does not wait between drafts and their verification."""
     files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with hybrid.load(files[0], for_model(backend), ctx=CTX, precision="exact", draft=files[1], speculate=3) as model:
         assert model.speculator is not None and isinstance(model.speculator.drafter, DraftModel)
-        varied = {"temperature": 4.0, "seed": 5}  # few layers say the same again and again otherwise
+        varied = {"temperature": 4.0, "seed": 5}  # a model of few layers would repeat itself
         for options in [*WAYS.values(), varied] if LONG else [{**varied, "max_tokens": TOKENS // 2}]:
             wanted = run_plain(model, options)
             for _ in range(2):  # another sequence, and one that begins as the draft's last did
@@ -236,9 +237,8 @@ def test_a_model_guesses_for_itself(backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_draft_guesses_for_several_sequences_in_the_same_passes(backend: str) -> None:
-    """Each gets the guesses that it gets alone, also after some were wrong and where they have different numbers of new
-    tokens."""
+def test_a_draft_model_batches_several_sequences(backend: str) -> None:
+    """Each gets the drafts of its sequence alone, also after some were wrong and with different numbers of new tokens."""
     checkpoint = few(open_checkpoint(DEMO))
     with hybrid.load(checkpoint, for_model(backend), ctx=64, slots=2, precision="exact") as model:
         ids = [model.encode(PROMPT), model.encode("class Reader:\n")]
@@ -250,7 +250,7 @@ def test_a_draft_guesses_for_several_sequences_in_the_same_passes(backend: str) 
             one.last = min(64, one.n_prompt + 20)
 
         def guessed(of: dict[Request, int]) -> list[list[int]]:
-            """The tokens that the words stand for."""
+            """The draft tokens that the device words encode."""
             found = draft.propose(of)
             runner.device.wait()
             slots = {r: GUESSED - words[0] for r, words in found.items()}
@@ -263,26 +263,26 @@ def test_a_draft_guesses_for_several_sequences_in_the_same_passes(backend: str) 
             one.ids += text[:right]
             draft.verified(one, right - 1)
         assert guessed({a: 3, b: 3}) == [wanted[0][2:5], wanted[1][1:4]]
-        assert submits.minus(before).submits == 3, "a pass for each guess, of both"
-        a.ids += wanted[0][2:6]  # all were right, and one more came
+        assert submits.minus(before).submits == 3, "a pass for each draft token, of both"
+        a.ids += wanted[0][2:6]  # all were accepted, and one more came
         draft.verified(a, 3)
         before = submits.copy()
         assert guessed({a: 2}) == [wanted[0][6:8]]
-        assert submits.minus(before).submits == 2, "the last guess and the token after it, and one more"
-        a.ids += [(wanted[0][6] + 1) % 200, *wanted[0][7:9]]  # tokens that came without guesses
+        assert submits.minus(before).submits == 2, "the last draft token, the token after it, and one more"
+        a.ids += [(wanted[0][6] + 1) % 200, *wanted[0][7:9]]  # tokens that came without drafts
         assert len(guessed({a: 1})[0]) == 1
         for one in (a, b):
             draft.end(one)
-        assert guessed({c: 3}) == [guessed({c: 1})[0]], "no room for more"
+        assert guessed({c: 3}) == [guessed({c: 1})[0]], "the context ends"
         draft.end(c)
         draft.close()
         assert not draft.scheduler.running and not draft.scheduler.waiting
 
 
 @pytest.mark.slow
-def test_guesses_behind_a_verification_are_those_that_would_follow_it() -> None:
-    """Of a draft that is sometimes wrong: the texts are those without guesses, also of two sequences in the same passes
-    and a third that comes when one ends; and as many guesses are right as where the host reads each verification
+def test_drafts_queued_after_a_verification_equal_synchronous_ones() -> None:
+    """With a draft model that is sometimes wrong, texts equal those without drafts, also of two sequences in the same
+    passes and a third that starts when one ends. As many drafts are accepted as where the host reads each verification
     first."""
     how = {"temperature": 2.0, "seed": 5, "max_tokens": 16, "ignore_eos": True}
     options = {"ctx": 64, "slots": 2, "precision": "exact", "draft": cut(open_checkpoint(DEMO), (4, 6)), "speculate": 3}
@@ -307,7 +307,7 @@ def test_guesses_behind_a_verification_are_those_that_would_follow_it() -> None:
             assert [d.ids for d in alone] == wanted
             found.append([(d.usage.drafted_tokens, d.usage.accepted_tokens) for d in alone])
             assert not model.engine.faults and not draft._copies
-        assert found[0] == found[1], "guessed as where the host reads first"
+        assert found[0] == found[1], "drafted as where the host reads first"
 
 
 def run_as_it_is(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
@@ -328,13 +328,13 @@ def run_plain(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_requests_that_run_together_are_guessed_for_together(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
-    """Of several kinds, one without guesses; each text is that of its request alone, and its usage says what was
-    guessed."""
+def test_concurrent_requests_share_their_drafting(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+    """Several kinds of requests, one without drafts; each text equals that of its request alone, and its usage counts
+    its drafts."""
     prompt = model.encode(PROMPT)
     known = Known([[*prompt, *ids] for ids in plain.values()])
-    options = told(model, known)
-    for _ in range(2 if LONG else 1):  # the prompt is in the cache, of the texts before
+    options = set_drafter(model, known)
+    for _ in range(2 if LONG else 1):  # the prompt is cached from earlier texts
         handles = [model.submit(prompt, max_tokens=TOKENS, ignore_eos=True, **how, **options) for how in WAYS.values()]
         handles.append(model.submit(prompt, max_tokens=TOKENS, ignore_eos=True, speculate=0))
         done = [handle.result(timeout=300) for handle in handles]
@@ -348,7 +348,7 @@ def test_requests_that_run_together_are_guessed_for_together(model: hybrid.Model
 
 
 @pytest.mark.slow
-def test_guesses_keep_to_constraints_and_report_every_token(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+def test_drafts_obey_constraints_and_report_every_token(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
     prompt = model.encode(PROMPT)
     options = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
     wanted = model.submit(prompt, **options, constraint=Alternating(model), speculate=0).result(timeout=300)
@@ -356,23 +356,23 @@ def test_guesses_keep_to_constraints_and_report_every_token(model: hybrid.Model,
     for drafts in (
         Known([lines]),
         Known([[*prompt, *plain["greedy"]]]),
-    ):  # guesses that it allows, and some that it forbids
-        told(model, drafts)
+    ):  # drafts that it allows, and some that it forbids
+        set_drafter(model, drafts)
         found = model.submit(prompt, **options, constraint=Alternating(model)).result(timeout=300)
         assert found.ids == wanted.ids and found.logprobs is not None and wanted.logprobs is not None
         assert [p.id for p in found.logprobs] == list(found.ids)
         assert all(abs(a.logprob - b.logprob) < 1e-3 for a, b in zip(found.logprobs, wanted.logprobs, strict=True))
-    told(model, Known([lines]))
+    set_drafter(model, Known([lines]))
     assert model.submit(prompt, **options, constraint=Alternating(model)).result(timeout=300).usage.accepted_tokens >= 6
     handle = model.submit(prompt, max_tokens=TOKENS, ignore_eos=True)
     next(iter(handle.events()))
     handle.cancel()
-    assert handle.result(timeout=300).finish in ("cancelled", "length"), "between guesses and their verification"
+    assert handle.result(timeout=300).finish in ("cancelled", "length"), "between drafts and their verification"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
+def test_a_draft_model_drafts_for_concurrent_requests(backend: str) -> None:
     """Two of three requests at a time, as there are slots; blocks of the cache are given back."""
     files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with hybrid.load(
@@ -385,8 +385,8 @@ def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
         assert all(d.usage.accepted_tokens >= 0.5 * d.usage.drafted_tokens > 0 for d in done)
         hearing = Hearing()
         heard = model.submit(prompts[0], max_tokens=6, ignore_eos=True, constraint=hearing).result(timeout=300)
-        assert list(heard.ids) == wanted[0][:6] and not heard.usage.drafted_tokens, "the host does not read guesses"
-        assert set(hearing.heard) <= set(heard.ids), "nor tells a constraint of them"
+        assert list(heard.ids) == wanted[0][:6] and not heard.usage.drafted_tokens, "the host does not read drafts"
+        assert set(hearing.heard) <= set(heard.ids), "nor notifies a constraint of them"
         assert (
             not model.engine.faults and model.speculator is not None and not model.engine.runner.blocks.used["global"]
         )
@@ -394,7 +394,7 @@ def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_guess_is_said(tmp_path: Any) -> None:
+def test_invalid_drafters_are_errors(tmp_path: Any) -> None:
     other = write_hf(tmp_path / "hf", tiny())
     for options, said in (
         ({"draft": other}, "it needs the model's tokenizer"),
@@ -410,8 +410,8 @@ def test_what_cannot_guess_is_said(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_may_ask_for_what_a_model_decides(tmp_path: Any) -> None:
-    """Where it was loaded so; else what may be asked for is said."""
+def test_a_request_may_choose_auto_where_the_model_allows_it(tmp_path: Any) -> None:
+    """If the model was loaded for it; otherwise the error names the allowed options."""
     file, asked = write_hf(tmp_path / "hf", tiny()), {"max_tokens": 4, "ignore_eos": True}
     for loaded, said in (
         ("auto", ""),

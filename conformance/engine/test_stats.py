@@ -1,4 +1,4 @@
-"""What a generation says of itself: bytes per token by declared cost, and rates that follow from it."""
+"""Statistics of a generation: bytes per token by declared cost, and the derived rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bytes_per_token_are_those_of_the_sequences_mean_length(tmp_path: Path) 
 
 def test_rates_are_of_the_time_that_they_name() -> None:
     assert MADE.prompt_per_second == 80 and MADE.tokens_per_second == 5 and MADE.gb_per_second == 20
-    assert MADE.share_of_peak is None  # no sheet knows the device
+    assert MADE.share_of_peak is None  # no sheet lists the device
     assert replace(MADE, tokens=1).tokens_per_second == 0 == replace(MADE, tokens=0).tokens_per_second
     assert replace(MADE, tokens=2).tokens_per_second == 0.5
     instant = replace(MADE, first_token_seconds=0.0, total_seconds=0.0)
@@ -54,7 +54,7 @@ def test_the_share_of_peak_is_of_the_sheet_that_knows_the_device(monkeypatch: py
     assert MADE.as_dict()["share_of_peak"] == 0.25 and MADE.as_dict()["gb_per_second"] == 20
 
 
-def test_lines_say_what_was_passed_over_and_what_the_cache_held() -> None:
+def test_lines_report_skipped_devices_and_cached_tokens() -> None:
     line = replace(MADE, device="cpu", passed_over=("vulkan: no driver",), cached_tokens=7).line()
     assert line.startswith(
         "cpu (fallback) | prompt 40 tokens after 7 in the cache, 80.0 tok/s | generated 11, 5.0 tok/s | "

@@ -1,4 +1,4 @@
-"""Stop strings: which of several wins, however the text is cut into pieces."""
+"""Stop strings: which of several applies, however the text is cut into pieces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybrid.text.stops import StopFilter
 @pytest.mark.parametrize(
     "stops, text, before, stopped",
     [
-        (["zz", "b"], "abcdzz", "a", "b"),  # the one that begins first, wherever it stands in the list
+        (["zz", "b"], "abcdzz", "a", "b"),  # the one that begins first, wherever it is in the list
         (["b", "zz"], "abcdzz", "a", "b"),
         (["cd", "bcdz"], "abcdzz", "a", "bcdz"),
         (["bc", "bcd"], "abcdzz", "a", "bc"),  # of two that begin together the one that ends first
         (["bcd", "bc"], "abcdzz", "a", "bc"),
-        (["c", "bcdx"], "abcdzz", "ab", "c"),  # the one that began first did not end
+        (["c", "bcdx"], "abcdzz", "ab", "c"),  # the one that began first did not complete
         (["d", "z"], "zd", "", "z"),
     ],
 )
@@ -49,7 +49,7 @@ def test_any_cutting_gives_the_text_before_the_stop_string_that_begins_first(
 
 
 @given(st.text("ab", min_size=1, max_size=4), st.text("abc", max_size=12))
-def test_what_is_held_back_may_still_become_a_stop_string(stop: str, text: str) -> None:
+def test_held_back_text_may_still_become_a_stop_string(stop: str, text: str) -> None:
     found = StopFilter([stop])
     out = ""
     for n, piece in enumerate(text, start=1):
@@ -58,7 +58,7 @@ def test_what_is_held_back_may_still_become_a_stop_string(stop: str, text: str) 
             assert stop.startswith(text[len(out) : n]) and stop not in text[:n]
 
 
-def test_text_is_held_no_longer_than_it_can_be_the_beginning_of_a_stop_string() -> None:
+def test_text_is_held_back_only_as_a_stop_string_prefix() -> None:
     found = StopFilter(["<end>", "e!"])
     assert [found.push(piece) for piece in ("a<", "en", "dx<e", "n", "e")] == ["a", "", "<endx", "", "<en"]
     assert found.flush() == "e" and found.stopped is None and found.flush() == ""

@@ -1,4 +1,4 @@
-"""What is made before the first request, so that none waits for it."""
+"""Warming makes plans and pipelines before the first request, so that no request waits for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def nothing_new(made: Counters) -> bool:
 
 
 def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
-    """Prompts of all lengths arrive while others decode; plans, recordings, pipelines and memory are what they were."""
+    """Prompts of all lengths arrive while other sequences decode; plans, recordings, pipelines and memory do not
+    change."""
     with hybrid.load(
         write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, chunk=24, warm=True
     ) as model:
@@ -45,9 +46,8 @@ def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
         assert made.submits == model.metrics().passes
 
 
-def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts come while guesses of several sequences are verified; the draft model's engine makes nothing new
-    either."""
+def test_drafts_of_several_beside_prompts_make_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts arrive while drafts of several sequences are verified; the draft model's engine makes no plans either."""
     files = [write_hf(tmp_path / str(n), tiny(n_layers=n), dtype="f32") for n in (3, 1)]
     with hybrid.load(
         files[0], for_model("vulkan"), ctx=96, slots=4, chunk=16, draft=files[1], speculate=2, warm=True
@@ -76,7 +76,7 @@ def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: p
 def test_the_garbage_of_loading_is_collected_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full collection looks through every plan: one that is due comes at the end of loading."""
+    """A full collection scans every plan: one that is due runs at the end of loading."""
     happened: list[str] = []
 
     def collected(phase: str, info: dict[str, int]) -> None:
@@ -96,7 +96,7 @@ def test_the_garbage_of_loading_is_collected_before_the_first_request(
 @pytest.mark.parametrize("slots", [1, 3, 5, 8, 33])
 @pytest.mark.parametrize("guesses", [0, 2, 16])
 def test_every_pass_has_its_plan(slots: int, guesses: int) -> None:
-    """Whatever rows prompts, decoding sequences and their guesses have in a pass."""
+    """For any number of rows of prompts, decoding sequences and their drafts in a pass."""
     for fixed in (None, max(8, slots)):
         sizes = pass_sizes(tiny(), 96, slots, 64, fixed, guesses)
         made = set(warm_programs(sizes))
@@ -106,10 +106,10 @@ def test_every_pass_has_its_plan(slots: int, guesses: int) -> None:
 
 
 def needed(sizes: PassSizes, rows: int, outs: int, slots: int) -> set[tuple]:
-    """As Runner.start finds them, of a pass that wants so many tokens: of as many sequences, or of fewer that have
-    guesses."""
+    """Plans, as Runner.start finds them, of a pass that samples so many tokens: of as many sequences, or of fewer with
+    drafts."""
     found, bucket = set[tuple](), bucket_of(rows, sizes.rows)
-    if outs <= slots and (outs < rows or sizes.rows == sizes.outs):  # else a decode pass runs them
+    if outs <= slots and (outs < rows or sizes.rows == sizes.outs):  # otherwise a decode pass runs them
         found.add(("prefill", bucket, bucket_of(outs, sizes.outs) if outs else 0, frozenset()))
     if sizes.guesses and 1 < outs <= sizes.wanted:
         found.add(("prefill", bucket, bucket_of(outs, sizes.wants), VERIFY))

@@ -1,4 +1,4 @@
-"""Weights on their way to a device, in memory: spans, types, what a damaged scale is called, what a load took."""
+"""Weights before upload: spans, types, errors for damaged scales, and load times."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_clock_adds_up_what_a_phase_took(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.load().total_seconds == 6.5
 
 
-def test_what_a_load_took_is_one_line() -> None:
+def test_load_times_are_one_line() -> None:
     line = Load({"plan": 0.5, "weights": 2.0}, 4_000_000_000, 3 << 30, 1 << 29).line()
     assert (
         line
@@ -118,7 +118,7 @@ def test_what_a_load_took_is_one_line() -> None:
     assert Load({"weights": 0.0}, 5, 1 << 30, None).line() == "load: 0.00 s (weights 0.00), peak host memory 1.00 GiB"
 
 
-def test_memory_is_asked_of_what_the_system_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_is_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "status").write_text(
         "Name:\tx\nVmHWM:\t  30 kB\nRssAnon:\t 10 kB\nRssFile:\t 12 kB\nRssShmem:\t 0 kB\nVmLck:\n"
     )

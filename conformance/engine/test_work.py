@@ -1,4 +1,4 @@
-"""What scheduled passes took: seconds between submission and end, bytes and operations as their plans declare."""
+"""Measured cost of scheduled passes: seconds between submission and end, bytes and operations as their plans declare."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine() -> Engine:
         ([prompt(0, 20)], "prefill"),
         ([prompt(0, 20, 0)], "prefill"),
         ([*decoding([5]), prompt(0, 20)], "mixed"),
-        ([Run(request(0, [1], 5), 0, 3, (4, 5, 6), 3)], "decode"),  # two guesses that are verified
+        ([Run(request(0, [1], 5), 0, 3, (4, 5, 6), 3)], "decode"),  # two drafts to verify
     ],
 )
 def test_phases(runs: list[Run], phase: str) -> None:
@@ -57,7 +57,7 @@ def test_seconds_are_from_the_submission_or_the_pass_before_until_the_end(engine
     work, plan = Work(lambda: next(clock)), engine.runner.plan("prefill", 32, 1)
     first, second, chunk, last = (made(i, [prompt(0, n)]) for i, n in enumerate([8, 8, 30, 10]))
     work.begin(first, False, plan)  # at 10
-    work.begin(second, False, plan)  # at 11, behind the first
+    work.begin(second, False, plan)  # at 11, queued after the first
     work.end(first)  # at 14: 4 s
     work.end(second)  # at 20: 6 s, since the first had ended
     work.begin(chunk, False, plan)  # at 21

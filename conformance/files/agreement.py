@@ -1,10 +1,10 @@
 """python -m conformance.files.agreement: on how many texts every tokenizer gives the same ids. Its table is in
 docs/models.md.
 
-Two vocabularies, written in each format and read back: the demonstration model's, and the same with Gemma's runs of
-2 to 31 spaces and newlines and HTML tags as user-defined pieces. Texts: the held-out documents, their lines, windows of
-them, and drawn texts of runs, markers, accents, emoji and control bytes. `plain` ones hold no run of spaces longer than
-the longest such piece and no U+2581; the other engines may differ on the rest.
+Two vocabularies, written in each format and read back: the demonstration model's, and the same with Gemma's runs of 2
+to 31 spaces and newlines and HTML tags as user-defined pieces. Texts: the held-out documents, their lines, windows of
+them, and random texts of runs, markers, accents, emoji and control bytes. `plain` ones hold no run of spaces longer
+than the longest such piece and no U+2581; the other engines may differ on the rest.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Encode = Callable[[str], list[int]]
 
 
 def demo_pieces() -> tuple[tuple[str, float, int], ...]:
-    """The demonstration model's vocabulary as its tokenizer.model had it."""
+    """The demonstration model's vocabulary as in its tokenizer.model."""
     v = open_checkpoint(DEMO).tokenizer.vocabulary
     return tuple(zip(v.pieces, v.scores, v.types, strict=True))
 
@@ -80,7 +80,7 @@ def demo_pieces() -> tuple[tuple[str, float, int], ...]:
 def with_runs(pieces: Pieces) -> tuple[tuple[str, float, int], ...]:
     """The vocabulary with the user-defined pieces that Gemma has and the demonstration model lacks."""
     runs = [c * n for c in (SPACE, "\n") for n in range(2, 32)] + ["<b>", "</b>", "<table>"]
-    first = 1 + max(i for i, (p, _, _) in enumerate(pieces) if p in MARKERS)  # where Gemma has them: some sort by id
+    first = 1 + max(i for i, (p, _, _) in enumerate(pieces) if p in MARKERS)  # at Gemma's positions: some sort by id
     rest = [piece for piece in pieces[first:] if piece[0] not in runs]
     return (*pieces[:first], *((p, 0.0, USER_DEFINED) for p in runs), *rest)
 
@@ -97,7 +97,7 @@ def ours(pieces: Pieces, folder: Path) -> dict[str, Tokenizer]:
 
 
 def libraries(pieces: Pieces, folder: Path) -> dict[str, Encode]:
-    """The field's engines, those that are installed, with the same vocabulary."""
+    """Other tokenizer libraries, if installed, with the same vocabulary."""
     out: dict[str, Encode] = {}
     if find_spec("sentencepiece"):
         import sentencepiece
@@ -123,7 +123,7 @@ def libraries(pieces: Pieces, folder: Path) -> dict[str, Encode]:
 
 
 def texts(drawn: int, seed: int = 0) -> list[str]:
-    """Held-out documents, their lines and windows, and `drawn` texts from FRAGMENTS and from all of Unicode."""
+    """Held-out documents, their lines and windows, and `drawn` random texts from FRAGMENTS and from all of Unicode."""
     documents = HELD_OUT.read_bytes().decode().split("\n\f\n")
     rng = random.Random(seed)
     out = [*documents, *(line for d in documents for line in d.split("\n") if line)]
@@ -140,7 +140,7 @@ def texts(drawn: int, seed: int = 0) -> list[str]:
 
 
 def is_plain(text: str, pieces: Pieces) -> bool:
-    """Nothing on which engines are known to differ: docs/models.md says why."""
+    """Whether the text has no feature on which engines are known to differ (docs/models.md)."""
     longest = max(len(p) for p, _, _ in pieces if set(p) == {SPACE})
     return SPACE not in text and all(len(run) <= longest for run in re.findall(" +", text))
 

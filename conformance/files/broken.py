@@ -1,4 +1,4 @@
-"""Broken files, put together byte by byte, and the check of what a reader says about them."""
+"""Broken files, built byte by byte, and the check of a reader's error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid.checkpoint import CheckpointError, open_checkpoint
 
 
 def refusal(path: Path, *words: str) -> str:
-    """The error of opening and reading everything of `path`; it has these words."""
+    """The error of opening and reading all of `path`, which must contain these words."""
     with within(2.0), pytest.raises(CheckpointError) as error:
         c = open_checkpoint(path)
         for name in c.names:

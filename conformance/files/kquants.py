@@ -1,6 +1,7 @@
-"""Matrices as q4_k, q5_k and q6_k, which gguf.quants can only decode: rounding to nearest, no search for better scales.
+"""Encode matrices as q4_k, q5_k and q6_k, which gguf.quants can only decode: rounding to nearest, no search for better
+scales.
 
-Good enough for files of a real model whose loss tells the types apart; the project itself never writes these types.
+Good enough for files of a real model whose loss differs by type; the project itself never writes these types.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def encode(values: np.ndarray, dtype: str) -> Tensor:
 
 
 def _with_minima(x: np.ndarray, dtype: str, top: int) -> Tensor:
-    """Each 32 from their smallest (at most 0) to their largest value; scales and minima in 63rds of their block's."""
+    """Each 32 values from their smallest (at most 0) to their largest; scales and minima in 63rds of their block's."""
     lead, k = x.shape[:-1], x.shape[-1]
     sub = x.reshape(*lead, k // 256, 8, 32)
     low = np.minimum(sub.min(-1), 0)
@@ -43,7 +44,7 @@ def _with_minima(x: np.ndarray, dtype: str, top: int) -> Tensor:
 
 
 def _q6_k(x: np.ndarray) -> Tensor:
-    """Each 16 by their largest value, which becomes -32; scales in 128ths of their block's."""
+    """Each 16 values by their largest, which becomes -32; scales in 128ths of their block's."""
     lead, k = x.shape[:-1], x.shape[-1]
     sub = x.reshape(*lead, k // 256, 16, 16)
     peak = np.take_along_axis(sub, np.abs(sub).argmax(-1)[..., None], -1)[..., 0]
@@ -65,8 +66,8 @@ def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def mixture(name: str, types: str, layers: int) -> str:
-    """Type of a matrix in a file of `types`: a plain type for all, or q4_k_m and q5_k_m, whose output matrix and
-    whose v and down matrices of some layers are q6_k, as llama.cpp's quantiser has it."""
+    """Type of a matrix in a file of `types`: a plain type for all, or q4_k_m and q5_k_m, whose output matrix and some v
+    and down matrices are q6_k, as llama.cpp's quantiser chooses them."""
     if not types.endswith("_m"):
         return types
     parts = name.split(".")

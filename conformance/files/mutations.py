@@ -1,4 +1,4 @@
-"""Mutations of files: flipped bits, fields overwritten with values that break arithmetic, cuts, splices, nasty JSON."""
+"""Mutations of files: flipped bits, fields overwritten with values that break arithmetic, cuts, splices, bad JSON."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|true|false|null|[\[\
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """TimeoutError after so much processor time: what hangs is named, and other work on the machine does not count."""
+    """TimeoutError after this processor time: a hang is reported, and other load on the machine does not count."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"more than {seconds} s of processor time")

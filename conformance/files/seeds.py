@@ -1,4 +1,4 @@
-"""Small valid files of every format that is read: where mutations and fuzzing begin."""
+"""Small valid files of every readable format: seeds of mutations and fuzzing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hybrid.core.places import ROOT
 from hybrid.text.tokenizer import CONTROL, USER_DEFINED
 
 SEEDS = DATA / "seeds"
-"""Minimal files that fuzzing found worth keeping: SEEDS/TARGET/NAME."""
+"""Minimal files kept from fuzzing: SEEDS/TARGET/NAME."""
 
 
 def small() -> HParams:
-    """The least model that a file can hold."""
+    """The smallest model that a file can hold."""
     return tiny(
         n_layers=2, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, vocab=len(PIECES), softcap=30.0, rope_factor=8.0
     )

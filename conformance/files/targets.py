@@ -1,7 +1,7 @@
-"""Readers as functions of bytes, for mutated and fuzzed input: whatever the bytes, the reader returns or refuses.
+"""Readers as functions of bytes, for mutated and fuzzed input: a reader loads the bytes or refuses them.
 
-Each takes an empty folder and the bytes, and returns what was loaded. REFUSALS are the errors that a reader may raise;
-`refused` checks that such an error is one printable line of bounded length.
+Each takes an empty folder and the bytes, and returns the loaded object. REFUSALS are the errors that a reader may
+raise; `refused` checks that such an error is one printable line of bounded length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def refused(error: Exception) -> str:
 
 
 def touch(checkpoint: Checkpoint) -> Checkpoint:
-    """Everything that a checkpoint returns, taken once: tensors have the declared type and shape."""
+    """Read everything of a checkpoint once: tensors have the declared type and shape."""
     with np.errstate(all="ignore"):
         for name in checkpoint.names:
             tensor = checkpoint.tensor(name)
@@ -46,7 +46,7 @@ def touch(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def use(tokenizer: Tokenizer) -> Tokenizer:
-    """Encode, decode, and an id too many."""
+    """Encode, decode, and decode an id out of range."""
     ids = tokenizer.encode(TEXT, parse_special=True) + tokenizer.encode(TEXT)
     assert all(0 <= i < tokenizer.n_tokens for i in ids)
     tokenizer.decode(ids)
@@ -69,7 +69,7 @@ def gguf_header(folder: Path, data: bytes) -> Checkpoint:
 
 
 def pack_directory(config: bytes, header: bytes, data: bytes) -> bytes:
-    """The form that `directory` takes apart: lengths in front, so that mutations of one do not destroy the other."""
+    """The form that `directory` unpacks: lengths in front, so that mutations of one part do not destroy the other."""
     return struct.pack("<HH", len(config), len(header)) + config + header + data
 
 
@@ -99,7 +99,7 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def with_workloads(spec: OpSpec) -> OpSpec:
-    """They are made when they are first asked for."""
+    """Load the workloads, which are made on first use."""
     _ = spec.workload
     return spec
 

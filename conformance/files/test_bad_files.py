@@ -1,5 +1,4 @@
-"""What users bring that is no model: each thing gives one line that names file and field, in bounded time and
-memory."""
+"""Inputs that are not models: each gives one line that names file and field, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from hybrid.spec.schedule import load_schedule
 from hybrid.text.tokenizer import TokenizerError
 
 
-# ------------------------------------------------------------------------------------------- things that are no files
+# --------------------------------------------------------------------------------------------------- no regular files
 def test_special_files_and_links(tmp_path: Path) -> None:
     whole = tmp_path / "m.gguf"
     whole.write_bytes(gguf_file("q8_0"))
@@ -79,7 +78,7 @@ def test_files_without_permission(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- files that change
 @pytest.mark.parametrize("change", ["truncate", "rewrite", "grow"])
 def test_a_file_that_changes_while_it_is_open_is_refused(tmp_path: Path, change: str) -> None:
-    """Without the check, tensors of two versions of a file might make one model."""
+    """Without the check, a model might mix tensors of two versions of a file."""
     path = tmp_path / "m.gguf"
     whole = gguf_file("q8_0")
     path.write_bytes(whole)
@@ -236,7 +235,7 @@ def test_a_command_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_header_fields_are_found_for_mutation(tmp_path: Path) -> None:
-    """The mutations' aim is right: the places that they overwrite are the numbers of the header."""
+    """The mutations overwrite the numbers of the header."""
     path = tmp_path / "m.gguf"
     data = valid_files("gguf_header")[0]
     path.write_bytes(data)

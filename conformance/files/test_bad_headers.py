@@ -1,4 +1,4 @@
-"""Headers that lie: counts, lengths, offsets, shapes, types and numbers that no file can mean. One line names each."""
+"""Invalid headers: impossible counts, lengths, offsets, shapes, types and numbers. One line names each."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_wrong_gguf_fields_are_named(tmp_path: Path, key: str, value: Any, words
     ],
 )
 def test_wrong_gguf_tokens_are_named(tmp_path: Path, key: str, value: Any, words: tuple[str, ...]) -> None:
-    """The writer refuses a key twice, so that the tokenizer's own ids are renamed out of the way."""
+    """The writer refuses a key twice, so the tokenizer's own ids are renamed."""
     data = gguf_file("q8_0", extra={key.replace("eos", "eoS").replace("bos", "boS"): value})
     if "_token_id" in key:
         role = key[len("tokenizer.ggml.") :][:3].encode()

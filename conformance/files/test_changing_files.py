@@ -1,6 +1,7 @@
-"""A checkpoint that is cut short or vanishes under a running command: one clear error, or the same output as before.
+"""A checkpoint that is cut short or removed under a running command: one clear error, or the same output as before.
 
-Each command runs in a process of its own, so that a SIGBUS would show as its exit code (-7)."""
+Each command runs in a subprocess, so that a SIGBUS would show as its exit code (-7).
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def expected_text() -> str:
         return "".join(model.generate("def f(", max_tokens=6))
 
 
-@pytest.mark.parametrize("change", ["cut", pytest.param("unlink", marks=ONLY_LONG)])  # nothing is read: below it is
+@pytest.mark.parametrize(
+    "change", ["cut", pytest.param("unlink", marks=ONLY_LONG)]
+)  # no weights are read; the next test reads them
 def test_a_generation_on_cpu_does_not_need_its_file_any_more(tmp_path: Path, change: str) -> None:
     code, out, err = command(tmp_path, GENERATE, change, "pass", 3)
     assert code == 0, err
@@ -157,7 +160,7 @@ def test_rows_of_a_file_are_those_of_memory(tmp_path: Path, dtype: str) -> None:
         np.testing.assert_array_equal(dequantise(part), dequantise(whole.rows(5, 12)))
 
 
-def test_what_fits_is_kept_and_the_rest_is_read_at_every_use(tmp_path: Path) -> None:
+def test_weights_that_fit_are_kept_and_others_read_at_every_use(tmp_path: Path) -> None:
     """Two matrices of 64 KiB and memory for one; a third is joined from two files."""
     files = [stored(tmp_path / str(i), "f32", (32, 512), raw_tensor("f32", (32, 512), i)) for i in range(4)]
     device = CpuDevice(memory=100_000)
@@ -174,7 +177,7 @@ def test_what_fits_is_kept_and_the_rest_is_read_at_every_use(tmp_path: Path) -> 
 
 
 def test_logits_do_not_depend_on_where_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of rows are decoded in another order of sums than BLAS takes a whole matrix: int8 codes may flip."""
+    """Blocks of rows are summed in another order than BLAS sums a whole matrix: int8 codes may flip."""
     found: list[Any] = []
     for memory in (None, SMALL):
         if memory is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints: every dialect reads as the same model, and whatever is wrong gives one line that names it."""
+"""Checkpoints: every dialect reads as the same model, and every error is one line that names its cause."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_misaligned_data_is_copied(tmp_path: Path) -> None:
     np.testing.assert_array_equal(array, weights(tiny(), "f32")[hf_name("blk.1.ffn_up.weight")].array)
 
 
-def test_a_closed_checkpoint_says_so_but_tensors_live_on(tmp_path: Path) -> None:
+def test_a_closed_checkpoint_raises_but_tensors_stay_valid(tmp_path: Path) -> None:
     with open_checkpoint(write_hf(tmp_path)) as c:
         kept = c.tensor("token_embd.weight")
         with pytest.raises(CheckpointError, match=r"no tensor 'blk\.9\.x'"):
@@ -194,7 +194,7 @@ def test_a_closed_checkpoint_says_so_but_tensors_live_on(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_gguf_dialects(tmp_path: Path) -> None:
-    """Fields that other writers omit or name otherwise; types that are not read are named with the way out."""
+    """Fields that other writers omit or rename; the error for an unreadable type names a fix."""
     hp = tiny(context_length=131072, rope_factor=8.0)
     path = _gguf(tmp_path / "ollama.gguf", hp, {"rope.local.freq_base": 2e4, "rope.global.freq_base": 5e5})
     got = open_checkpoint(path).hparams
@@ -215,7 +215,7 @@ def test_gguf_dialects(tmp_path: Path) -> None:
 
 
 def _gguf(path: Path, hp: HParams, changes: dict[str, object], types: dict[str, Any] | None = None) -> Path:
-    """A file as a sparse third-party writer makes it: only required keys, q8_0 data of zeros."""
+    """A file as a minimal third-party writer makes it: only required keys, q8_0 data of zeros."""
     w = sparse(path, hp, window="attention.sliding_window" not in changes)
     for key, value in changes.items():
         kind = {float: "add_float32", int: "add_uint32", list: "add_array"}[type(value)]

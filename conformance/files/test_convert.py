@@ -1,4 +1,4 @@
-"""The converter: nothing lost that the type can hold, and files that others read."""
+"""The converter: it loses only what the target type cannot represent, and other programs read its files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_gguf_sources_are_copied_bit_for_bit(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(to_ggml(target.tensor(name)), to_ggml(source.tensor(name)))
 
 
-def test_rows_that_do_not_fit_fall_back_to_f16_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_do_not_fit_fall_back_to_f16_and_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_hf(tmp_path / "hf", tiny(n_heads=3, n_kv_heads=1))
     assert main([str(tmp_path / "hf"), str(tmp_path / "m.gguf"), "--type", "q8_0", "--json"]) == 0
     out = capsys.readouterr()
@@ -100,7 +102,7 @@ def test_classes_of_tensors_have_types_of_their_own(tmp_path: Path) -> None:
     report = convert(source, tmp_path / "m.gguf", Wanted("q8_0", {"embed": "f16", "attn": SAME, "ffn": "q4_0"}))
     c = open_checkpoint(tmp_path / "m.gguf")
     kinds = {n.split(".")[-2]: c.dtype(n) for n in c.names}
-    assert kinds["token_embd"] == kinds["output"] == "f16"  # the output matrix goes with the embedding
+    assert kinds["token_embd"] == kinds["output"] == "f16"  # the output matrix has the embedding's type
     assert {kinds[f"attn_{x}"] for x in ("q", "k", "v", "output")} == {"bf16"}
     assert {kinds[f"ffn_{x}"] for x in ("gate", "up", "down")} == {"q4_0"}
     assert {k for n, k in kinds.items() if n.endswith("norm")} == {"f32"}
@@ -110,7 +112,8 @@ def test_classes_of_tensors_have_types_of_their_own(tmp_path: Path) -> None:
 
 
 def test_types_that_can_only_be_read_are_copied_and_never_made(tmp_path: Path) -> None:
-    """A file with k types, as other programs make them: copied bit for bit, re-quantised, never the other way."""
+    """A file with k types, as other programs make them: copied bit for bit or re-quantised; no file is converted to k
+    types."""
     hp = tiny(hidden=256, ffn=256)
     with open_checkpoint(write_hf(tmp_path / "hf", hp)) as plain:
         convert(plain, tmp_path / "plain.gguf", "q8_0")
@@ -124,7 +127,7 @@ def test_types_that_can_only_be_read_are_copied_and_never_made(tmp_path: Path) -
                 key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
             )
     for t in reader.tensors:
-        if t.name == "token_embd.weight":  # random codes; scales that are numbers
+        if t.name == "token_embd.weight":  # random codes with finite scales
             blocks = rng.integers(0, 256, (int(t.shape[1]), 210), np.uint8)
             blocks[:, 208:] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
             writer.add_tensor(t.name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q6_K)
@@ -198,7 +201,7 @@ def test_a_folder_takes_over_only_a_model(tmp_path: Path) -> None:
     source = open_checkpoint(write_hf(tmp_path / "hf"))
     target = tmp_path / "out"
     target.mkdir()
-    convert(source, target, "bf16", format="hf", split=20_000)  # an empty folder is as good as none
+    convert(source, target, "bf16", format="hf", split=20_000)  # an empty folder counts as missing
     assert len(list(target.glob("*.safetensors"))) > 2
     (target / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="--force"):
@@ -273,7 +276,7 @@ def test_digests_cover_names_shapes_and_metadata_of_a_gguf_file(
     assert wrong(whole) == ()
     key = whole.index(b"gemma3.attention.sliding_window") + len(b"gemma3.attention.sliding_window") + 4
     assert wrong(whole[:key] + b"\x09" + whole[key + 1 :]) == (header,)
-    # Two tensors of one type and shape exchange their names; the digests stand in the order that they had.
+    # Two tensors of one type and shape swap names; the digests keep their order.
     swapped = bytearray(whole)
     for layer, other in ((b"0", b"1"), (b"1", b"0")):
         at = whole.rindex(b"blk." + layer + b".ffn_up.weight")
@@ -349,7 +352,7 @@ def test_memory_is_that_of_blocks(tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + at)  # zeros that take no disk
+        file.truncate(8 + len(text) + at)  # sparse zeros
     code = (
         # ru_maxrss has the parent's
         "import sys; from hybrid.convert.__main__ import main; code = main(sys.argv[1:]); "

@@ -1,4 +1,4 @@
-"""The converter on disk: all of the new file or none of it, whatever ends the run; nothing overwritten unasked."""
+"""The converter on disk: the whole new file or none of it, however the run ends; no file overwritten unless forced."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _ignores_hangups() -> None:
 def _stopped(
     source: Path, target: Path, by: str, *options: str, begins: Callable[[], None] = _hangs_up
 ) -> subprocess.CompletedProcess[str]:
-    """A run that gets a signal when all tensors are written; it prints what its folder holds then."""
+    """A run that gets a signal when all tensors are written; it prints its folder's contents then."""
     command = [sys.executable, "-c", _STOPPED, str(source), str(target), str(target.parent), by, *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=begins)
 
@@ -63,7 +63,7 @@ def test_termination_leaves_nothing(tmp_path: Path, small: Path, by: str, code: 
 
 
 @pytest.mark.slow
-def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: Path, small: Path) -> None:
+def test_a_hangup_leaves_no_file_and_nohup_continues(tmp_path: Path, small: Path) -> None:
     with open("/dev/full", "w") as nowhere:
         command = [
             sys.executable,
@@ -86,7 +86,7 @@ def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("m.gguf", ["--split", "50KB"]), ("folder", ["--format", "hf"])])
-def test_what_a_killed_run_left_is_removed_by_the_next(
+def test_files_of_a_killed_run_are_removed_by_the_next(
     tmp_path: Path, small: Path, name: str, options: list[str]
 ) -> None:
     killed = _stopped(small, tmp_path / name, "SIGKILL", "--type", "f32", *options)
@@ -98,7 +98,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(
     assert done.stderr.count("note: removed") == len(left) and all(n in done.stderr for n in left)
 
 
-def test_what_others_may_be_at_work_on_stays(tmp_path: Path) -> None:
+def test_files_of_running_processes_stay(tmp_path: Path) -> None:
     def made(name: str, age: float = 0.0) -> Path:
         path = tmp_path / name
         path.write_bytes(b"x")
@@ -121,9 +121,9 @@ def test_what_others_may_be_at_work_on_stays(tmp_path: Path) -> None:
         made(f".n.gguf.{host}-{ended.pid}.part"),
         made(".o.gguf.00000000-1.part", 25 * 3600),
         made(f".p.gguf.{host}-{os.getpid()}.part", 1e7),
-    ]  # of a process that had the number before
+    ]  # of an ended process with the same number
     assert remove_stale(tmp_path) == sorted(goes) and sorted(tmp_path.iterdir()) == sorted(stays)
-    made("n.gguf")  # what it was put aside for is there
+    made("n.gguf")  # the file that it replaced exists
     assert remove_stale(tmp_path, replaced=True) == [stays[-1]] and mine in {p.name for p in tmp_path.iterdir()}
 
 
@@ -186,7 +186,7 @@ def test_existing_files_are_kept_unless_forced(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "m.bin", "end the name in .gguf"),
     ):
         assert main([args[0], str(target), "--type", "f32", "--force"]) == 1 and words in capsys.readouterr().err
-    assert main([*args, "--split", "1KB"]) == 0  # shards have names of their own
+    assert main([*args, "--split", "1KB"]) == 0  # shards have other names
     assert main([*args, "--split", "1KB"]) == 1 and "00001-of" in capsys.readouterr().err
 
 

@@ -76,7 +76,7 @@ def test_files_whose_writer_forgot_fields(size: Size) -> None:
 
 
 def test_a_config_without_rope_scaling_is_taken_at_its_word(tmp_path: Path) -> None:
-    """What transformers computes is the definition; the absence is said, since it may be somebody's mistake."""
+    """transformers' result is the definition. The absence is reported, since it may be a mistake."""
     text = config(SIZES[2].hparams(), "old")
     del text["rope_scaling"]
     fields = Fields(text, HERE)
@@ -86,7 +86,7 @@ def test_a_config_without_rope_scaling_is_taken_at_its_word(tmp_path: Path) -> N
 
 
 def test_rows_beyond_the_tokenizer_count_as_the_tensor_has_them() -> None:
-    """The embedding's shape is trusted: 262144 and 262208 rows are both in use."""
+    """The embedding's shape decides: 262144 and 262208 rows are both in use."""
     for rows in (262144, 262208, 262400):
         fields = Fields(config(SIZES[2].hparams(), "old"), HERE)
         assert hparams_from_hf(fields, rows).vocab == rows
@@ -94,15 +94,15 @@ def test_rows_beyond_the_tokenizer_count_as_the_tensor_has_them() -> None:
 
 
 def _reduced(size: Size) -> HParams:
-    """A local and a global layer, a window that bites, few rows of vocabulary. In the short profile the FFN is
-    narrower, and 12b and 27b have their global layer only."""
+    """A local and a global layer, a window shorter than the text, few rows of vocabulary. In the short profile the FFN
+    is narrower, and 12b and 27b have only their global layer."""
     ffn = size.ffn if LONG or size.ffn < 4096 else size.ffn // 16 // 32 * 32
     layers = (False, True) if LONG or size.hidden < 3000 else (True,)
     return size.hparams(n_layers=len(layers), layer_is_global=layers, window=4, vocab=len(PIECES), ffn=ffn)
 
 
 def _random(hp: HParams) -> dict[str, Tensor]:
-    """bf16 weights by Hugging Face's names: the same few random numbers again and again, for speed."""
+    """bf16 weights by Hugging Face's names: the same few random numbers repeated, for speed."""
     base = np.random.default_rng(hp.hidden).normal(0, 1, 65521).astype(np.float32)
     out = {}
     for name, shape in tensors(hp).items():
@@ -223,7 +223,7 @@ def test_a_tensor_in_two_parts_or_shards_is_refused(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_other_modalities_are_left_out_and_that_is_said_once(tmp_path: Path) -> None:
+def test_other_modalities_are_skipped_and_reported_once(tmp_path: Path) -> None:
     vision = Tensor.of(np.zeros((3, 3), np.float32))
     for prefix, outer in (("language_model.model.", ""), ("model.language_model.", "model.")):
         names = (f"{outer}vision_tower.vision_model.x.weight", f"{outer}multi_modal_projector.y.weight")

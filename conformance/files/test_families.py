@@ -1,5 +1,4 @@
-"""Gemma 3n and Gemma 4: published sizes by hyper-parameters alone, both dialects, conversion both ways, what is
-refused."""
+"""Gemma 3n and Gemma 4: published sizes by hyper-parameters only, both dialects, conversion both ways, refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ MODELS: dict[str, tuple[HParams, str]] = {
 
 
 class Sheet:
-    """Stands for the tensors of a file of a published size: what readers ask of them."""
+    """A stand-in for the tensors of a file of a published size, with the attributes that readers use."""
 
     def __init__(self, hp: HParams, without: tuple[str, ...] = ()) -> None:
         family = family_of(hp)
@@ -109,7 +108,7 @@ def test_every_writers_gemma3n_gives_the_sheets_hyper_parameters(name: str) -> N
     hp, family = find_model(f"gemma3n-{name}").hparams(), family_named("gemma3n")
     config = Fields(gemma3n_config(name), HERE)
     assert family.hparams_from_hf(config, Sheet(hp)) == hp
-    assert bool(config.notes) == (name == "e4b")  # which leaves most to the class: said
+    assert bool(config.notes) == (name == "e4b")  # which leaves most to the class defaults: reported
     for writer in ("llama.cpp", "ollama"):
         metadata = Fields(gemma3n_metadata(name, writer), HERE)
         assert family.hparams_from_gguf(metadata, Sheet(hp)) == hp
@@ -153,8 +152,8 @@ def test_absent_fields_of_gemma4_are_its_class_defaults() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ files
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
-    """Hugging Face -> GGUF -> Hugging Face: the same hyper-parameters, the same bits, digests that hold."""
+def test_conversion_is_lossless_both_ways(name: str, tmp_path: Path) -> None:
+    """Hugging Face -> GGUF -> Hugging Face: the same hyper-parameters, the same bits, valid digests."""
     hp, dialect = MODELS[name]
     with open_checkpoint(write_hf(tmp_path / "hf", hp, dialect, prefix="model.language_model.")) as source:
         assert source.hparams == hp
@@ -175,7 +174,7 @@ def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
     assert again["model_type"] == f"{hp.family}_text" and again["num_kv_shared_layers"] == hp.n_layers - hp.n_kv_layers
 
 
-def test_stacks_are_one_tensor_of_three_axes_in_gguf_and_apart_elsewhere(tmp_path: Path) -> None:
+def test_stacks_are_one_tensor_of_three_axes_in_gguf_and_separate_elsewhere(tmp_path: Path) -> None:
     hp = tiny_gemma3n()
     with open_checkpoint(write_hf(tmp_path / "hf", hp, shards=3)) as source:
         assert source.shape("altup_proj.weight") == (192, 64)
@@ -194,7 +193,7 @@ def test_stacks_are_one_tensor_of_three_axes_in_gguf_and_apart_elsewhere(tmp_pat
     assert stored["altup_proj.weight"].shape == (3, 64, 64) and "altup_proj.0.weight" not in stored
 
 
-def test_other_modalities_and_unused_tensors_are_said(tmp_path: Path) -> None:
+def test_other_modalities_and_unused_tensors_are_reported(tmp_path: Path) -> None:
     """Audio towers hold tensors without an axis."""
     one = Tensor.of(np.zeros((), np.float32))
     extra = {
@@ -241,7 +240,7 @@ def test_quantising_leaves_what_it_would_cost_too_much_in(hp: HParams, tmp_path:
 
 @pytest.mark.parametrize("name", ["gemma3n-e2b", "gemma3n-e4b", "gemma4-e2b", "gemma4-e4b", "gemma4-12b", "gemma4-31b"])
 def test_random_checkpoints_of_every_size(name: str) -> None:
-    """Of the first layers too, if no layer that is left out has a cache that one of them reads."""
+    """Also of the first layers only, unless one of them reads a dropped layer's cache."""
     with random_checkpoint(name, "q4_0") as c:
         assert set(c.names) == set(tensors(c.hparams)) and c.dtype("token_embd.weight") == "q6_k"
         last = f"blk.{c.hparams.n_layers - 1}.ffn_down.weight"
@@ -413,7 +412,7 @@ def test_metadata_of_gemma4_that_cannot_be_is_one_line(name: str) -> None:
     "divisors",
     [[1.0] * 3, [1e30] * 16, [1e30, *[1.0] * 15], [-1.0, *[1e30] * 15], [1.0, 2.0, *[1e30] * 14], [math.nan] * 16],
 )
-def test_divisors_that_say_nothing_clear_are_refused(divisors: list[float]) -> None:
+def test_ambiguous_divisors_are_refused(divisors: list[float]) -> None:
     hp = tiny_gemma4()
     look, values = Sheet(hp), {f"gemma4.{k}": v for k, v in family_of(hp).gguf_fields(hp).items()}
     look.made["rope_freqs.weight"] = np.array(divisors, np.float32)

@@ -1,4 +1,4 @@
-"""Small promises of readers and writers of files, one by one: each was broken once without another test noticing."""
+"""Details of readers and writers of files: each was broken once without another test noticing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_bytes_of_a_tensor_without_axes_are_those_of_its_element() -> None:
         DTYPES["q8_0"].nbytes(())
 
 
-def test_a_part_under_another_name_is_told_its_own() -> None:
+def test_a_part_under_another_name_is_refused_with_its_own() -> None:
     values = {"split.count": 12, "split.no": 4}
     with pytest.raises(
         CheckpointError, match=r"m.gguf is part 5 of 12, but its name does not end in -00005-of-00012.gguf: give"
@@ -84,7 +84,7 @@ def test_a_folder_of_gguf_files_names_the_first(tmp_path: Path) -> None:
 
 
 def test_a_type_that_a_device_holds_as_another_needs_more_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """q4_k takes 4.5 bits in its file and on cpu; Vulkan devices hold it as q4_1, 5 bits. Vectors stay as they are."""
+    """q4_k takes 4.5 bits in its file and on cpu; Vulkan devices store it as q4_1, 5 bits. Vectors keep their type."""
     assert inspect.main(["gemma3-270m", "--type", "q4_k", "--context", "64", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     needs = found["needs"]
@@ -117,7 +117,7 @@ def test_roles_that_no_file_names_are_sentencepieces_own(tmp_path: Path) -> None
     data = sentencepiece_model(PIECES)
     at = data.rindex(b"\x0a\x08identity") - 2
     begin = data.rindex(b"\x12", 0, at)
-    (tmp_path / "t.model").write_bytes(data[:begin] + b"\x12\x02\x18\x02" + data[at:])  # nothing but field 3, BPE
+    (tmp_path / "t.model").write_bytes(data[:begin] + b"\x12\x02\x18\x02" + data[at:])  # only field 3, BPE
     made = read_sentencepiece(tmp_path / "t.model")
     assert (made.unk_id, made.bos_id, made.eos_id, made.pad_id) == (0, 1, 2, None)
 
@@ -148,7 +148,7 @@ def test_rotation_is_written_as_scaled_only_where_it_is() -> None:
     ("value", "wanted"), [(b"\x00", 0), (b"\x07", 7), (b"\xff" * 9 + b"\x01", None), (b"\xff" * 4 + b"\x0f", None)]
 )
 def test_roles_below_zero_are_none(tmp_path: Path, value: bytes, wanted: int | None) -> None:
-    """Of 64 bits and of 32, as writers have them."""
+    """As unsigned 64-bit and 32-bit numbers, by writer."""
     data = sentencepiece_model(PIECES)
     trainer = b"\x18\x02" + b"\xd8\x02" + value  # field 3, BPE; field 43, pad_id
     at = data.rindex(b"\x0a\x08identity") - 2
@@ -202,7 +202,7 @@ def test_a_folders_own_tokenizer_files_are_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_replaced_file_by_file_and_its_config_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its config.json a folder is no model: one that was half replaced is never taken for one."""
+    """Without its config.json a folder is no model: a half replaced one is never opened."""
     with open_checkpoint(write_hf(tmp_path / "a", tiny(n_layers=1))) as source:
         convert(source, tmp_path / "b", "bf16", format="hf")
         moved: list[str] = []

@@ -1,4 +1,4 @@
-"""Gemma 4's tokenizer in its GGUF form (merges, useless scores), its turn marks, its template."""
+"""Gemma 4's tokenizer in its GGUF form (merges, unused scores), its turn marks, its template."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Real files mutated by the thousand: each is refused in one line, or read exactly as the formats' own libraries read
-it; never a crash, a hang or a silent difference. What fuzzing found is replayed (tools/fuzz.py)."""
+"""Real files mutated thousands of times: each is refused in one line, or read exactly as the formats' own libraries
+read it; never a crash, a hang or a silent difference. Fuzzing's findings are replayed (tools/fuzz.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def counts() -> Iterator[None]:
 
 
 def outcome(target: str, folder: Path, data: bytes) -> Any:
-    """What the target loads; None where it refuses."""
+    """The loaded object; None where the target refuses."""
     try:
         with within(SECONDS):
             loaded = TARGETS[target](folder, data)
@@ -135,7 +135,7 @@ def _same_as_safetensors(path: Path, checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize("target", ["gguf", "gguf_header", "directory", "tokenizer_model", "tokenizer_json", "toml"])
 def test_every_cut_of_a_file_is_refused(target: str, tmp_path: Path) -> None:
-    """Truncation at any byte (in the long profile; every 97 bytes else): no prefix of a file is taken for the file."""
+    """Truncation at any byte (in the long profile; every 97 bytes else): no prefix of a file is accepted as the file."""
     for data in valid(target) if LONG else valid(target)[:1]:
         step = 1 if LONG else 97
         for cut in range(0, len(data) - 40, step):
@@ -144,5 +144,5 @@ def test_every_cut_of_a_file_is_refused(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for t in TARGETS for p in kept(t)], ids=lambda p: f"{p.parent.name}-{p.name}")
-def test_what_fuzzing_found_stays_fixed(path: Path, tmp_path: Path) -> None:
+def test_findings_of_fuzzing_stay_fixed(path: Path, tmp_path: Path) -> None:
     outcome(path.parent.name, tmp_path, path.read_bytes())

@@ -1,4 +1,4 @@
-"""Files that say something unusual: it is said to the user, or refused where the numbers would be wrong."""
+"""Files with unusual fields: these are reported, or refused where results would be wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_gguf(path: Path, fields: dict[str, Any], window: bool = True, norms: s
 
 
 def changed(folder: Path, dialect: str, outer: bool = False, **changes: Any) -> Path:
-    """A Hugging Face folder whose config.json has other fields (`outer`: outside text_config); None takes one away."""
+    """A Hugging Face folder whose config.json has other fields (`outer`: outside text_config); None removes one."""
     write_hf(folder, dialect=dialect)
     config = json.loads((folder / "config.json").read_text())
     inner = config if outer else config.get("text_config", config)
@@ -62,7 +62,7 @@ def test_a_gguf_file_without_a_window_is_refused_and_zero_is_not(tmp_path: Path)
         open_checkpoint(write_gguf(tmp_path / "m.gguf", zero | pattern, window=False))
 
 
-def test_quantised_norms_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantised_norms_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"attention.layer_norm_rms_epsilon": 1e-6}, norms="Q4_0")
     with open_checkpoint(path) as c:
         (note,) = c.notes
@@ -85,7 +85,7 @@ def test_capped_attention_scores_are_refused(tmp_path: Path, dialect: str) -> No
 @pytest.mark.parametrize(
     ("dialect", "outer"), [("new", False), ("old", False), ("multimodal", False), ("multimodal", True)]
 )
-def test_a_quantization_config_is_said(tmp_path: Path, dialect: str, outer: bool) -> None:
+def test_a_quantization_config_is_reported(tmp_path: Path, dialect: str, outer: bool) -> None:
     method = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     with open_checkpoint(changed(tmp_path, dialect, outer, **method)) as c:
         assert sum("quantization_config (gptq): it is left out" in n for n in c.notes) == 1
@@ -100,7 +100,7 @@ def test_a_quantization_config_is_said(tmp_path: Path, dialect: str, outer: bool
 @pytest.mark.parametrize(
     ("dialect", "outer"), [("new", False), ("old", False), ("multimodal", False), ("multimodal", True)]
 )
-def test_a_vocab_size_that_contradicts_the_embedding_is_said(tmp_path: Path, dialect: str, outer: bool) -> None:
+def test_a_vocab_size_that_contradicts_the_embedding_is_reported(tmp_path: Path, dialect: str, outer: bool) -> None:
     with open_checkpoint(changed(tmp_path, dialect, outer, vocab_size=4000)) as c:
         assert c.hparams.vocab == 320 and sum("vocab_size 4000: the embedding has 320 rows" in n for n in c.notes) == 1
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", {"vocab_size": 4000})) as c:

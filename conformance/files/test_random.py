@@ -1,5 +1,5 @@
-"""Checkpoints of random weights: the plan's bytes on the device, the same numbers on both, and one line for what cannot
-be."""
+"""Checkpoints of random weights: the planned bytes on the device, the same numbers on both devices, and one line for
+each refusal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_rows_are_those_of_the_whole():
         ({"vocab": 5}, "--vocab 5 is outside 32..262144"),
     ],
 )
-def test_what_cannot_be_is_one_line(options, says):
+def test_refusals_are_one_line(options, says):
     with pytest.raises((ValueError, SpecError)) as error:
         random_checkpoint(**{"name": "gemma3-270m", **options})
     assert says in str(error.value)

@@ -1,4 +1,4 @@
-"""Workers that expand templates: kept, bounded, replaced where they end, and nobody else's after a fork."""
+"""Workers that expand templates: reused, bounded, replaced when they end, and not shared after a fork."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_several_at_a_time_have_a_process_each_and_few_are_kept(pool: Pool) -> N
 
 
 class Fake:
-    """A worker whose jobs end when they may."""
+    """A worker whose jobs end when the test says so."""
 
     made: ClassVar[list[Fake]] = []
     gate: ClassVar[threading.Event] = threading.Event()
@@ -66,8 +66,8 @@ class Fake:
 
 
 @pytest.mark.parametrize("start", [60.0, 0.01])
-def test_many_at_a_time_wait_for_few_but_not_for_long(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """start: with as long as they like, nobody starts more than are kept; else everybody has one, and the rest are
+def test_many_callers_share_few_workers_with_a_timeout(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """start: with long limits, no more start than are kept; with short limits each caller has one, and the surplus is
     ended."""
     monkeypatch.setattr(template_worker, "START", start)
     monkeypatch.setattr(template_worker, "Worker", Fake)
@@ -85,7 +85,7 @@ def test_many_at_a_time_wait_for_few_but_not_for_long(start: float, monkeypatch:
     assert len(pool._free) == KEPT and sum(w.closed for w in Fake.made) == len(Fake.made) - KEPT
 
 
-def test_one_that_cannot_be_started_is_counted_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_fails_to_start_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise OSError("no more processes")
 
@@ -97,7 +97,7 @@ def test_one_that_cannot_be_started_is_counted_no_more(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_one_that_is_late_is_ended_and_the_next_job_gets_another(pool: Pool) -> None:
+def test_a_late_worker_is_ended_and_replaced(pool: Pool) -> None:
     assert pool.run(job("a"), 20) == {"text": "a"}
     (worker,) = pool._free
     with pytest.raises(Late):
@@ -106,7 +106,7 @@ def test_one_that_is_late_is_ended_and_the_next_job_gets_another(pool: Pool) -> 
     assert pool.run(job("b"), 20) == {"text": "b"}
 
 
-def test_one_that_ended_while_nobody_asked_is_replaced(pool: Pool) -> None:
+def test_a_worker_that_ended_while_idle_is_replaced(pool: Pool) -> None:
     pool.run(job("a"), 20)
     (worker,) = pool._free
     os.kill(worker._process.pid, signal.SIGKILL)

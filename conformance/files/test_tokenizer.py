@@ -60,7 +60,7 @@ def demo_pieces() -> tuple[tuple[str, float, int], ...]:
     return tuple(zip(v.pieces, v.scores, v.types, strict=True))
 
 
-# Texts that hit every rule: runs of spaces and newlines, markers, competing merges, accents, emoji, control bytes.
+# Texts for every rule: runs of spaces and newlines, markers, competing merges, accents, emoji, control bytes.
 FRAGMENTS = st.sampled_from(
     [
         " ",
@@ -176,7 +176,7 @@ def test_special_tokens_only_when_asked() -> None:
 def test_streamed_pieces_join_to_decode(ids: list[int]) -> None:
     stream = StreamDecoder(demo())
     text = demo().decode(ids)
-    for _ in range(2):  # flush leaves it as new
+    for _ in range(2):  # flush resets the decoder
         assert "".join([stream.push(i) for i in ids] + [stream.flush()]) == text
     assert text == b"".join(map(demo().token_bytes, ids)).decode("utf-8", errors="replace")
 

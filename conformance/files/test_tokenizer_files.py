@@ -1,4 +1,4 @@
-"""tokenizer.json and GGUF's two kinds give the ids of tokenizer.model; what they cannot express is refused."""
+"""tokenizer.json and GGUF's two kinds give the ids of tokenizer.model; features that they cannot express are refused."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_every_format_has_the_same_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [False, True])
-def test_the_field_agrees(runs: bool) -> None:
-    """A small draw of `python -m conformance.files.agreement`: every engine that is installed, on every plain text."""
+def test_other_tokenizers_agree(runs: bool) -> None:
+    """A small sample of `python -m conformance.files.agreement`: every installed engine, on every plain text."""
     pieces = agreement.with_runs(agreement.demo_pieces()) if runs else agreement.demo_pieces()
     for engine, (n, same, plain, plain_same) in agreement.table(pieces, 40).items():
         print(f"{engine}: {same} of {n}, plain {plain_same} of {plain}")
@@ -70,8 +70,8 @@ def test_the_field_agrees(runs: bool) -> None:
 
 
 def test_transformers_own_conversion_is_read(tmp_path: Path) -> None:
-    """transformers makes the merges itself, from tokenizer.model; we read the tokenizer.json that it saves. It parses
-    control tokens in text, and puts one <bos> before another."""
+    """transformers makes the merges from tokenizer.model; we read the tokenizer.json that it saves. It parses control
+    tokens in text, and adds a second <bos> before one in the text."""
     pytest.importorskip("transformers")
     pytest.importorskip("google.protobuf", reason="transformers reads tokenizer.model with it")
     import transformers
@@ -228,7 +228,7 @@ def _json_with(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (lambda d: d["added_tokens"].append("x"), "needs an id and a content"),
     ],
 )
-def test_what_tokenizer_json_may_not_say(tmp_path: Path, change: Callable[[dict[str, Any]], None], words: str) -> None:
+def test_invalid_tokenizer_json(tmp_path: Path, change: Callable[[dict[str, Any]], None], words: str) -> None:
     document = tokenizer_json(PIECES)
     change(document)
     write_hf(tmp_path)
@@ -269,7 +269,7 @@ def _byte_level() -> dict[str, Any]:
         ({"bos_token_id": 9999}, "bos_id 9999 is outside"),
     ],
 )
-def test_what_gguf_metadata_may_not_say(changes: dict[str, Any], words: str) -> None:
+def test_invalid_gguf_metadata(changes: dict[str, Any], words: str) -> None:
     fields = gguf_fields(PIECES, "llama") | {f"tokenizer.ggml.{k}": v for k, v in changes.items()}
     with pytest.raises(CheckpointError, match=words) as error:
         gguf_tokenizer(Fields(fields, Path("m.gguf")), len(PIECES))
@@ -278,8 +278,7 @@ def test_what_gguf_metadata_may_not_say(changes: dict[str, Any], words: str) -> 
 
 @pytest.mark.slow
 def test_a_vocabulary_of_262144_is_quick(tmp_path: Path) -> None:
-    """Opened in 1.1 s, 400 kB encoded in 0.3 s on a free core; the bounds (of processor time) leave room for slower
-    ones."""
+    """Opened in 1.1 s, 400 kB encoded in 0.3 s on a free core; the bounds (of processor time) allow slower processors."""
     letters = string.ascii_lowercase
     words = [a + b + c + d for a in letters for b in letters for c in letters for d in letters]
     start = [(p, s, t) for p, s, t in PIECES if t in (CONTROL, UNKNOWN, BYTE) or p in MARKERS]

@@ -1,4 +1,4 @@
-"""Types of files that a device does not compute with, and matrices whose rows are of several types."""
+"""Types of files that a device does not compute with, and matrices with rows of several types."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_reencoding_keeps_codes_and_rounds_scales_once(source: str) -> None:
 def test_a_scale_that_float16_cannot_hold_is_refused() -> None:
     t = block_values.quantised(7, "t", (1, 256), "q4_k", 0.05)
     t.parts[2][0, 0] = 60000
-    with pytest.raises(ValueError, match=r"beyond float16.*--device cpu"):
+    with pytest.raises(ValueError, match=r"overflows float16.*--device cpu"):
         reencode(t)
 
 
@@ -114,7 +114,7 @@ def small(folder: Path, types: str) -> Checkpoint:
 def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) -> None:
     checkpoint = small(tmp_path, types)
     with open_backend("vulkan") as device, open_backend("cpu", memory_budget=0) as cpu:
-        # Float32 arithmetic on what a re-encoded type became: in the short profile of one.
+        # Float32 arithmetic on the re-encoded type: in the short profile for one type.
         for precision, bound in (("exact", 2e-3), ("auto", 0.1))[0 if LONG or types == "q4_k_m" else 1 :]:
             ours, theirs = (
                 Engine(checkpoint, d, EngineConfig(chunk=16, ctx=64, precision=precision)) for d in (device, cpu)

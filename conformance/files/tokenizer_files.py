@@ -1,5 +1,4 @@
-"""One vocabulary in every file format that holds one: tokenizer.json and GGUF metadata, built as their converters
-do."""
+"""One vocabulary in every file format: tokenizer.json and GGUF metadata, built as their converters do."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Pieces = Sequence[tuple[str, float, int]]
 
 
 def merges_of(pieces: Pieces) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, best score first, longer left halves first: transformers' order."""
+    """Every pair of pieces that forms a piece, best score first, longer left halves first: transformers' order."""
     ids = {p: i for i, (p, _, _) in enumerate(pieces)}
     out: list[tuple[float, int, int, str, str]] = []
     for piece, score, kind in pieces:
@@ -35,8 +34,8 @@ def merges_of(pieces: Pieces) -> list[tuple[str, str]]:
 
 
 def tokenizer_json(pieces: Pieces, pairs: bool = True) -> dict[str, Any]:
-    """The object that transformers' converter writes for Gemma. Pieces with real spaces stay out of added_tokens:
-    there they would match text, and SentencePiece's never do."""
+    """The object that transformers' converter writes for Gemma. Pieces with real spaces stay out of added_tokens: there
+    they would match text, which SentencePiece's pieces never do."""
     added = [
         {
             "id": i,

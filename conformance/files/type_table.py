@@ -1,9 +1,9 @@
-"""python -m conformance.files.type_table [TYPE ...]: the numbers of the shipped demonstration model through every type
-of file. The table of docs/quantisation.md was made like this from the model as trained.
+"""python -m conformance.files.type_table [TYPE ...]: the loss of the shipped demonstration model in every type of file.
+The table of docs/quantisation.md was made like this from the model as trained.
 
-Each row: nats per token over the 3025 held-out predictions, and how far (KL divergence in nats, share of equal
-likeliest tokens) a device's distributions are from the exact decoding of the same file: float32 activations on the cpu
-device.
+Each row: nats per token over the 3025 held-out predictions, and the distance (KL divergence in nats, share of equal
+likeliest tokens) between a device's distributions and the exact decoding of the same file: float32 activations on the
+cpu device.
 """
 
 from __future__ import annotations

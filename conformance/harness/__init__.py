@@ -1,11 +1,11 @@
-"""Runs one case of one operation on a device, twice, and lets nothing pass that the definition does not allow.
+"""Run one case of one operation on a device, twice, and check everything that the definition allows.
 
     run_case(spec, device, case)
 
-`device` is a hybrid.core.device.Device that also has what tests need: reset() and check_guards(). The step stands alone
-in a plan; every tensor is stored on the device, with guard bands where it was opened with `guard=`. Outputs start as
-0xFF bytes in the first run and 0x5A in the second: the two results must agree bit for bit, inputs must come back
-unmodified, and rows beyond the live count must keep the poison.
+`device` is a hybrid.core.device.Device that also has reset() and check_guards(). The plan has this one step. Every
+tensor is stored on the device, with guard bands where it was opened with `guard=`. Outputs start as 0xFF bytes in the
+first run and 0x5A in the second: the two results must agree bit for bit, inputs must stay unmodified, and rows beyond
+the live count must keep the poison.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hybrid.harness.sampling import Params, judge
 from hybrid.spec import OpSpec
 
 POISON = (0xFF, 0x5A)
-GUARD = 256  # bytes on both sides of every tensor, where a device is opened with them
+GUARD = 256  # guard bytes on both sides of every tensor, for a device opened with guards
 Kind = Literal["weight", "state", "io", "activation"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a case that passed has shown: for each result the worst element's share of its bound, and the NMSE."""
+    """Result of a case that passed: for each result the worst element's share of its bound, and the NMSE."""
 
     verdicts: Mapping[str, Verdict]
     outputs: Mapping[str, Tensor]
@@ -57,14 +57,14 @@ def run_case(spec: OpSpec, device: Any, case: Case) -> Report:
 
 
 def execute(spec: OpSpec, device: Any, case: Case, before: Mapping[str, Tensor], byte: int) -> dict[str, Tensor]:
-    """Every tensor as the device holds it after one run, `control` included; results start full of `byte`."""
+    """Run once and read back every tensor, `control` included; results start filled with `byte`."""
     program = prepare(spec, device, case, before, byte)
     device.wait(program.submit())
     return {name: device.read(name) for name in program.plan.tensors}
 
 
 def prepare(spec: OpSpec, device: Any, case: Case, before: Mapping[str, Tensor], byte: int) -> Program:
-    """The case's tensors stored on a device emptied of everything else, and its one step compiled."""
+    """Reset the device, store the case's tensors and compile its one step."""
     decls = {n: declared(spec, case, n) for n in spec.tensors}
     decls["control"], control = control_of(case, before)
     start = {n: poisoned(d, byte) for n, d in decls.items()} | dict(before) | {"control": control}
@@ -76,7 +76,7 @@ def prepare(spec: OpSpec, device: Any, case: Case, before: Mapping[str, Tensor],
 
 
 def control_of(case: Case, before: Mapping[str, Tensor]) -> tuple[TensorDecl, Tensor]:
-    """The control words of a case: its live counts, and the context that its live positions need."""
+    """Control words of a case: its live counts, and the context length that its live positions need."""
     control = np.zeros(CONTROL_WORDS, np.uint32)
     control[CONTROL["rows"]], control[CONTROL["outs"]] = (0, case.rows) if case.wanted else (case.rows, case.outs)
     if "positions" in before:
@@ -115,7 +115,7 @@ def declared(spec: OpSpec, case: Case, name: str) -> TensorDecl:
 def _check_memory(
     spec: OpSpec, case: Case, label: str, before: Mapping[str, Tensor], runs: list[dict[str, Tensor]], device: Any
 ) -> None:
-    """Inputs unmodified, results independent of what was there before, dead rows untouched, guard bands intact."""
+    """Check inputs unmodified, results independent of earlier memory, dead rows untouched, guard bands intact."""
     damaged = device.check_guards()
     if damaged:
         raise Disagreement(f"{label}: guard bands overwritten around {', '.join(damaged)}")
@@ -144,7 +144,7 @@ def _same_parts(label: str, got: Tensor, wanted: Tensor) -> None:
 
 
 def _check_choice(case: Case, label: str, before: Mapping[str, Tensor], run: Mapping[str, Tensor]) -> None:
-    """Sampled tokens are allowed ones, and every state tensor follows from them and changes nowhere else."""
+    """Check that sampled tokens are allowed, that state tensors match them, and that no other state changed."""
     expected = {name: before[name].array.copy() for name in ("next_token", "next_position", "history")}
     valid = int(case.attrs["valid"])
     for i, row in enumerate(before["out_rows"].array[: case.outs]):

@@ -1,4 +1,4 @@
-"""Ragged batches: which sequence slot and position each row has, and the shuffled block tables behind them."""
+"""Ragged batches: the sequence slot and position of each row, and the shuffled block tables."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Batch:
 def batch(seed: int, rows: int, slots: int, context: int, style: str, edge: int = 0, spread: bool = False) -> Batch:
     """`rows` rows over at most `slots` sequences of at most `context` positions, no position twice in a slot.
 
-    `spread`: over as many sequences as there are (a decode batch: one row each if they suffice). Styles: `ragged`
-    starts anywhere; `mixed` too, with the rows of all sequences shuffled into one another; `empty` starts every
-    sequence at 0 (nothing cached before); `full` ends every one at the last position; `edge` lies around position
-    `edge` (a block's end, the sliding window's).
+    `spread`: use as many sequences as possible (a decode batch: one row each if they suffice). Styles: `ragged` starts
+    anywhere; `mixed` too, with the rows of all sequences interleaved; `empty` starts every sequence at 0 (nothing
+    cached); `full` ends every sequence at the last position; `edge` straddles position `edge` (a block's end, the
+    sliding window's).
     """
     if rows > slots * context:
         raise ValueError(f"{rows} rows do not fit {slots} slots of {context} positions")
@@ -47,8 +47,8 @@ def batch(seed: int, rows: int, slots: int, context: int, style: str, edge: int 
 
 
 def block_table(seed: int, slots: int, per_slot: int, blocks: int, ring: bool) -> np.ndarray:
-    """i32[slots, per_slot]: distinct blocks of the cache in shuffled order; `ring`: each sequence returns to the first
-    half of its blocks, as sliding layers do."""
+    """i32[slots, per_slot]: distinct blocks of the cache in shuffled order. `ring`: each sequence reuses the first half
+    of its blocks, as sliding layers do."""
     own = max(1, -(-per_slot // 2)) if ring else per_slot
     if slots * own > blocks:
         raise ValueError(f"{slots} x {own} distinct blocks wanted, the cache has {blocks}")
@@ -57,7 +57,7 @@ def block_table(seed: int, slots: int, per_slot: int, blocks: int, ring: bool) -
 
 
 def _runs(seed: int, rows: int, slots: int, context: int, spread: bool) -> list[int]:
-    """Lengths >= 1 of the sequences' runs, at most `slots` of at most `context` rows, which add up to `rows`."""
+    """Lengths >= 1 of the sequences' runs: at most `slots` runs of at most `context` rows, which sum to `rows`."""
     fewest, most = -(-rows // context), min(slots, rows)
     count = most if spread else int(integers(seed, "batch.count", (1,), fewest, most)[0])
     runs, left = [], rows

@@ -1,4 +1,4 @@
-"""Quantised tensors from their integers and scales, and back: the formats written down here a second time, element by
+"""Pack and unpack quantised tensors from integers and scales: a second implementation of the formats, element by
 element from hybrid.core.dtypes, independent of the oracle's codecs."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
 from hybrid.harness.hashed import integers, uniform
 
-POOL_ROWS, POOLED = 8192, 1 << 27  # rows of a pool, and elements of a matrix from which on one is used
+POOL_ROWS, POOLED = 8192, 1 << 27  # rows of a pool, and the matrix elements from which a pool is used
 
 
 def pack(
@@ -63,7 +63,7 @@ def pack(
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """[..., K/32] integers 0..63 twice -> u8 [..., K/256, 12]."""
+    """Pack [..., K/32] scales and minima 0..63 -> u8 [..., K/256, 12]."""
     sc, mn = (x.astype(np.uint8).reshape(*x.shape[:-1], -1, 8) for x in (scales, minima))
     first = [x[..., :4] | (x[..., 4:] >> 4) << 6 for x in (sc, mn)]
     return np.concatenate([*first, (sc[..., 4:] & 15) | (mn[..., 4:] & 15) << 4], axis=-1)
@@ -110,8 +110,8 @@ def unpack(t: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
 
 
 def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: float) -> Tensor:
-    """Random integers over their whole range; random signed block scales (q8_act: positive); values deviate by `scale`
-    around a mean that is not zero where the type has a minimum."""
+    """Random integers over their whole range and random signed block scales (q8_act: positive). Values have deviation
+    `scale`, around a nonzero mean where the type has a minimum."""
     kind = DTYPES[dtype]
     (low, high), lead, k = kind.integers, tuple(shape[:-1]), shape[-1]
     if len(lead) == 1 and lead[0] > POOL_ROWS and lead[0] * k > POOLED:
@@ -121,7 +121,7 @@ def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: flo
 
     def some(what: str, count: int, unit: float) -> np.ndarray:
         values = uniform(seed, name + what, (*lead, count), 0.25, 1.75) * (unit / spread)
-        if dtype != "q8_act":  # a file's scales may be negative; activations' never are
+        if dtype != "q8_act":  # a file's scales may be negative; activations' scales are positive
             values *= 1 - 2 * integers(seed, name + what + ".signs", (*lead, count), 0, 1)
         return values
 
@@ -139,8 +139,8 @@ def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: flo
 
 
 def _pooled(seed: int, name: str, rows: int, pool: Tensor) -> Tensor:
-    """A matrix too large to be drawn: the pool's rows again and again, each time with another sign and power of two in
-    all its scales, so that rows taken for one another show."""
+    """A matrix too large to draw: the pool's rows repeated, each time with another sign and power of two in all its
+    scales, so that swapped rows are detected."""
     factor = np.ldexp(1.0, integers(seed, name + ".row.power", (rows, 1), -2, 1))
     factor *= 1 - 2 * integers(seed, name + ".row.sign", (rows, 1), 0, 1)
     index = np.arange(rows) % POOL_ROWS
@@ -149,7 +149,7 @@ def _pooled(seed: int, name: str, rows: int, pool: Tensor) -> Tensor:
 
 
 def exact(seed: int, name: str, shape: Sequence[int], dtype: str) -> Tensor:
-    """The whole range of integers with scales of 1 (q8_act: 1/64) and minima that centre them: all sums are exact."""
+    """Whole integer range with scales of 1 (q8_act: 1/64) and centring minima: all sums are exact."""
     kind = DTYPES[dtype]
     low, high = kind.integers
     codes, blocks = integers(seed, name, shape, low, high), (*shape[:-1], shape[-1] // 32)

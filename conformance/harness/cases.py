@@ -1,4 +1,4 @@
-"""A case: one call of one operation with everything chosen, down to the seed of its values."""
+"""A case: one call of one operation with fixed sizes, attributes and dtypes, and the seed of its values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Mode = Literal["random", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`bind` gives the bucket; `rows` and `outs` of it are live. `kinds`: tensor -> kind of value
-    (fields.EDGE_VALUES)."""
+    """`bind` is the bucket; `rows` and `outs` of it are live. `kinds`: tensor -> kind of value (fields.EDGE_VALUES)."""
 
     op: str
     bind: Mapping[str, int]
@@ -25,12 +24,12 @@ class Case:
     outs: int = 1
     seed: int = 0
     mode: Mode = "random"
-    """exact: small integers, for which any order of summation gives the same bits: equality is demanded."""
+    """exact: small integers, for which any order of summation gives the same bits: equality is required."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     scale: float = 1.0
     """Multiplies the deviation of normal inputs."""
     style: str = "ragged"
-    """How rows spread over slots and positions: `decode`, or one of batches.STYLES."""
+    """Distribution of rows over slots and positions: `decode`, or one of batches.STYLES."""
     wanted: bool = False
     """The step's rows are those whose logits are wanted: their count is the control word of outs, and that of rows is
     0."""
@@ -44,35 +43,36 @@ class Case:
 
 
 def live(spec: OpSpec, case: Case, tensor: str) -> int | None:
-    """How many leading rows of a tensor mean anything; None where all do."""
+    """Number of leading live rows of a tensor; None where all are live."""
     axis = str(spec.tensors[tensor].shape[0])
     role = spec.axes[axis].role if axis in spec.axes else None
     return {"tokens": case.rows, "outs": case.outs}.get(role or "")
 
 
 def context(bind: Mapping[str, int]) -> int:
-    """Positions that a sequence may have: what the block table and the tables by position cover."""
+    """Positions per sequence: what the block table and the tables by position cover."""
     table = bind["MB"] * bind["BS"] if "MB" in bind and "BS" in bind else None
     limits = [n for n in (table, bind.get("C")) if n is not None]
     return min(limits) if limits else 64
 
 
 def one_row_per_slot(spec: OpSpec) -> bool:
-    """Does the operation take at most one row of each sequence?"""
+    """Whether the operation takes at most one row of each sequence."""
     return ("slots",) in spec.constraints.distinct
 
 
 def takes_runs(spec: OpSpec) -> bool:
-    """Are output rows several of a sequence, at positions that follow one another?"""
+    """Whether output rows include several consecutive positions of one sequence."""
     domain = spec.inputs["out_rows"].domain if "out_rows" in spec.inputs else None
     return domain is not None and domain.dist == "runs"
 
 
 def batch_of(spec: OpSpec, case: Case) -> Batch | None:
-    """The slots and positions of the live rows; None for operations that lack either.
+    """Slots and positions of the live rows; None for operations without them.
 
-    Where output rows choose a slot (sampling), rows spread over the slots, so that every slot is chosen at most once;
-    not where they are runs (verification)."""
+    Where output rows select a slot (sampling), rows spread over the slots, so that every slot is selected at most once.
+    Runs (verification) are not spread.
+    """
     if "slots" not in spec.inputs or "positions" not in spec.inputs:
         return None
     edge = int(case.attrs.get("window", 0)) or case.bind.get("BS", 0)

@@ -1,8 +1,8 @@
-"""How a result is judged: an elementwise scaled bound, equality of integers, and the int8 activation code metric.
+"""Comparison of results: an elementwise scaled bound, equality of integers, and the int8 activation code metric.
 
-The gate for reals is |e| <= u_out*|ref| + c*sqrt(reduction)*u_acc*scale for each element, where `scale` is what the
-same operation makes of absolute values. A normalised mean square error is reported beside it and never decides:
-it passes bf16 accumulation and one zero in 2100.
+The bound for reals is |e| <= u_out*|ref| + c*sqrt(reduction)*u_acc*scale for each element, where `scale` is the same
+operation applied to absolute values. A normalised mean square error is reported beside it and never decides: it passes
+bf16 accumulation and one zero in 2100.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def bound(
 
 
 def within(label: str, got: np.ndarray, ref: np.ndarray, allowed: np.ndarray, vacuous_ok: bool = False) -> Verdict:
-    """Every element of `got` within `allowed` of `ref`; non-finite values must be the same on both sides.
+    """Check every element of `got` within `allowed` of `ref`; non-finite values must be equal on both sides.
 
-    Raises Disagreement naming the worst element, and also when the bound itself could not have caught anything
-    (`vacuous_ok` is for results that are zero by construction).
+    Raises Disagreement naming the worst element, and also when the bound is too loose to detect any error (`vacuous_ok`
+    is for results that are zero by construction).
     """
     got = np.asarray(got, np.float64)
     if got.shape != ref.shape:
@@ -80,7 +80,7 @@ def within(label: str, got: np.ndarray, ref: np.ndarray, allowed: np.ndarray, va
 
 
 def same(label: str, got: np.ndarray, ref: np.ndarray) -> None:
-    """Equality of value (NaN equals NaN, -0 equals 0): integers, exact mode, copies."""
+    """Check equality of value (NaN equals NaN, -0 equals 0): integers, exact mode, copies."""
     if got.shape != ref.shape:
         raise Disagreement(f"{label}: shape {got.shape}, expected {ref.shape}")
     differs = got != ref
@@ -95,7 +95,7 @@ def same(label: str, got: np.ndarray, ref: np.ndarray) -> None:
 
 
 def same_bits(label: str, got: np.ndarray, ref: np.ndarray) -> None:
-    """Equality of every byte (tells -0 from 0 and one NaN from another)."""
+    """Check equality of every byte (-0 differs from 0, and NaNs with other bits differ)."""
     flat_got, flat_ref = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (got, ref))
     if np.array_equal(flat_got, flat_ref):
         return
@@ -110,8 +110,8 @@ def same_bits(label: str, got: np.ndarray, ref: np.ndarray) -> None:
 
 
 def same_files(got: Path, ref: Path, last: int = 0) -> None:
-    """Equality of two files, or of their `last` bytes. Of an `assert` on bytes pytest would explain for minutes, where
-    CI is set, how megabytes differ."""
+    """Check equality of two files, or of their `last` bytes. An `assert` on megabytes would make pytest print a diff
+    for minutes where CI is set."""
     a, b = got.read_bytes()[-last:], ref.read_bytes()[-last:]
     if a != b:
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -121,7 +121,7 @@ def same_files(got: Path, ref: Path, last: int = 0) -> None:
 def codes(
     label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allowed: np.ndarray, slack: float
 ) -> Verdict:
-    """int8 activations, or blocks of q8_0, against the real values they stand for.
+    """Check int8 activations, or blocks of q8_0, against the real values that they encode.
 
     got: codes i8[..., K] and (scale, scale*sum) pairs f32[..., K/16] or scales f16[..., K/32]; ref f64[..., K]; allowed
     f64[..., K]: error of the unquantised value; slack: how near to a half-integer, in codes, a value may be for its
@@ -140,7 +140,9 @@ def codes(
     if not half:
         same(f"{label}.sum", pair[..., 1], scale * code.astype(np.float32).sum(-1, dtype=np.float32))
     inverse = np.divide(127.0, peak, out=np.zeros_like(peak), where=peak > 0)[..., None]
-    wanted = np.where(np.isfinite(peak)[..., None], x * inverse, code)  # where the scale is damaged, codes mean nothing
+    wanted = np.where(
+        np.isfinite(peak)[..., None], x * inverse, code
+    )  # where the scale is damaged, codes are undefined
     # A code may differ only where the real value, moved by its own error, crosses a half-integer.
     reach = 0.5 + slack + tolerance * inverse + np.abs(wanted) * (tolerance.max(-1, keepdims=True) * inverse / 127)
     reach[((peak > 0) & (peak < _TINY_BLOCK)) | ~np.isfinite(peak)] = 255

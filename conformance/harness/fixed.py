@@ -15,15 +15,15 @@ from hybrid.spec import OpSpec
 from hybrid.spec.axes import roles
 from hybrid.spec.expr import Expr
 
-WORKLOAD_FLOPS, WORKLOAD_BYTES = 60_000_000, 12_000_000  # of a named workload in the short profile
+WORKLOAD_FLOPS, WORKLOAD_BYTES = 60_000_000, 12_000_000  # largest named workload of the short profile
 NOT_F16 = ("large", "outlier", "max_scale_block", "saturated", "tiny")  # float16 results cannot hold these
 
 
 def edge_cases(
     spec: OpSpec, backend: str, choices: tuple[Mapping[str, str], ...] = (), start: int | None = None
 ) -> Iterator[tuple[str, Case]]:
-    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or
-    `choices`), or each with the start-th, where that fits it."""
+    """(the spec's text, case) for every edge case that the spec lists, cycling through the dtype combinations (all, or
+    `choices`), or each with the start-th one that supports it."""
     choices = choices or spec.dtype_choices(backend)
     excepted = spec.backend(backend).except_edges
     for i, text in enumerate(spec.edge.cases):
@@ -51,15 +51,17 @@ def edge_cases(
             attrs[target] = int(number) if spec.attributes[target].type == "int" else float(number)
         if value == "window_edge":
             attrs["window"] = 2 * bind["BS"] - 1
-        if value == "ring" and "window" in attrs and spec.state:  # what is appended replaces what is seen no longer
+        if (
+            value == "ring" and "window" in attrs and spec.state
+        ):  # appended positions overwrite positions outside the window
             attrs["window"] = -(-bind["MB"] // 2) * bind["BS"]
         kinds = dict.fromkeys(TOGETHER.get(value, (target,)), value) if target in spec.tensors else {}
         yield text, whole(spec, bind, dtypes, attrs, seed=i, kinds=kinds, style=STYLE.get(value, "ragged"))
 
 
 def workload_cases(spec: OpSpec, backend: str, long: bool) -> Iterator[tuple[str, Case]]:
-    """(id, case) for the spec's named workloads: those of the demonstration model, and in the long profile all that
-    fit a small machine."""
+    """(id, case) for the spec's named workloads: the demonstration model's, and in the long profile all that fit a
+    small machine."""
     for w in spec.workload:
         small = spec.flops(w.bind, w.attrs) <= WORKLOAD_FLOPS * (40 if long else 1)
         small &= spec.nbytes(w.bind, w.dtypes, w.attrs) <= WORKLOAD_BYTES * (20 if long else 1)
@@ -71,18 +73,18 @@ def workload_cases(spec: OpSpec, backend: str, long: bool) -> Iterator[tuple[str
 
 
 def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
-    """For one dtype combination: one row (decode kernels), few with one dead, and more than a tile (prefill
+    """For one dtype combination: one row (decode kernels), few rows with one dead, and more than a tile (prefill
     kernels)."""
     base, axis = base_bind(spec), spec.token_axis
     for seed, rows in enumerate((1, 3, 2 * tile_of(spec, axis) + 3) if axis else (1,)):
         yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
-    if axis and "sparsity" in spec.attributes:  # sparse rows have kernels of their own
+    if axis and "sparsity" in spec.attributes:  # sparse rows have their own kernels
         case = variant(spec, {**base, axis: 3}, dtypes, 3)
         sparse = replace(case, attrs={**case.attrs, "sparsity": 0.8})
         yield sparse
         yield replace(
             sparse, kinds={next(iter(spec.inputs)): "nan"}
-        )  # what is damaged is not what a threshold cuts off
+        )  # damaged elements must not be ones that a threshold drops
 
 
 def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
@@ -113,7 +115,7 @@ def split_cases(spec: OpSpec, backend: str, few: tuple[int, ...] = (2, 5)) -> It
                 yield f"rows={rows}", case
 
 
-SPLIT_RANGE = 21504  # of a device opened for split_cases
+SPLIT_RANGE = 21504  # device options for split_cases
 
 
 def _bytes(spec: OpSpec, case: Case, name: str) -> int:
@@ -123,7 +125,7 @@ def _bytes(spec: OpSpec, case: Case, name: str) -> int:
 def variant(
     spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], seed: int, fixed: frozenset[str] = frozenset()
 ) -> Case:
-    """A case of these sizes with the usual attributes, its bucket not quite full."""
+    """A case of these sizes with the usual attributes and one dead row."""
     bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
     attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
     if "window" in attrs and seed % 2:
@@ -133,9 +135,9 @@ def variant(
 
 
 def covering(spec: OpSpec, backend: str, most: int = 24) -> tuple[Mapping[str, str], ...]:
-    """A subset of many dtype combinations (regions have hundreds) in which all dtypes of every two tensors still occur
-    together (but for weights and what no kernel reads beside them: another weight, rows of another inner axis); those
-    in which scratch has the type of an input, where steps may be fused, count as dtypes of their own."""
+    """A subset of the dtype combinations in which all dtypes of every two tensors still occur together. Regions have
+    hundreds of combinations. Pairs that no kernel reads together are left out: two weights, or rows of different inner
+    axes. Combinations whose scratch has an input's type, where steps may be fused, count as dtypes of their own."""
     choices = spec.dtype_choices(backend)
     if len(choices) <= most:
         return choices
@@ -173,7 +175,7 @@ def one_each(choices: tuple[Mapping[str, str], ...]) -> tuple[Mapping[str, str],
 def _suited(
     spec: OpSpec, choices: tuple[Mapping[str, str], ...], target: str, value: str, start: int
 ) -> Iterator[Mapping[str, str]]:
-    """Dtype combinations that an edge value makes sense for, beginning at the start-th."""
+    """Dtype combinations that support an edge value, beginning at the start-th."""
     results = [n for n in spec.tensors if n not in spec.inputs]
     for i in range(len(choices)):
         c = choices[(start + i) % len(choices)]

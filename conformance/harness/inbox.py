@@ -1,4 +1,4 @@
-"""The inbox of begin_pass and the control words that it finds, of every kind that an edge case may name."""
+"""The inbox message of begin_pass and its control words before the pass, for every kind of edge case."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from hybrid.core.tensor import Tensor
 from hybrid.harness import values
 from hybrid.harness.cases import Case
 
-HEADER, ENTRIES = 8, 5  # words before the rows of a message; most table entries of one
+HEADER, ENTRIES = 8, 5  # header words of a message; most table entries of a message
 OUTSIDE = 0x3FFFFFFF
 FOLLOWS = -(1 << 30)
 
 
 def words(bind: dict[str, int]) -> int:
-    """That a message of a case needs."""
+    """Words of the largest message of a case."""
     return HEADER + 3 * bind["R"] + 2 * bind["Q"] + 4 * 2 * ENTRIES
 
 
 def live(case: Case) -> Tensor:
-    """Control words u32 [8] as the pass before left them; no kernel may change the fault and what is behind it
-    unasked."""
+    """Control words u32 [8] after the previous pass. Kernels must not change the fault word and the words after it
+    unless a fault occurs."""
     b, number = case.bind, _numbers(case, "live")
     rows = 1 + int(number[0]) % b["R"]
     return Tensor.of(np.array([rows, int(number[1]) % (b["Q"] + 1), number[2], number[3] % 2, *number[4:8]], np.uint32))
 
 
 def inbox(case: Case, turn: int, next_position: np.ndarray) -> Tensor:
-    """i32 [I]: a message for the pass after `turn`, unless the kind says otherwise, and another one for a pass that is
-    past."""
+    """i32 [I]: a message for the pass after `turn`, unless the kind says otherwise, and one for an earlier pass."""
     kind, sets = case.kinds.get("inbox", ""), int(case.attrs["sets"])
     made = np.zeros((sets, case.bind["I"] // sets), np.int32)
     number = _numbers(case, "inbox")
@@ -66,7 +65,7 @@ def _message(case: Case, kind: str, next_position: np.ndarray) -> np.ndarray:
 
 
 def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.ndarray:
-    """[rows, 3]: token, position, slot. Rows of one place have one token: `history` has a place for one."""
+    """[rows, 3]: token, position, slot. Rows of one position have one token: `history` stores one."""
     b = case.bind
     slots = _some(case, "slot", rows, 0, b["S"] - 1)
     places = _some(case, "place", rows, 0, b["C"] - 1)
@@ -82,8 +81,8 @@ def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.nda
     after = np.where(kind == "going_on", 0, after)
     where = np.where(fixed, places, next_position[slots] + after)
     tokens = (slots * 7919 + where * 31 + case.seed) % 262144
-    guessed = -2 - (slots * 13 + where * 5 + case.seed) % (b["S"] + 1)  # the last of them is not there
-    followed = FOLLOWS - (slots * 13 + case.seed) % (b["S"] + 1)  # likewise; of rows of one slot it is the same
+    guessed = -2 - (slots * 13 + where * 5 + case.seed) % (b["S"] + 1)  # the last index is out of range
+    followed = FOLLOWS - (slots * 13 + case.seed) % (b["S"] + 1)  # likewise; the same for all rows of a slot
     tokens = np.where(host, tokens, {"guessed": guessed, "following": followed}.get(kind, np.array(-1)))
     at = np.where(kind == "following", np.where(choice < 2, FOLLOWS, -1), -1 - after)
     found = np.stack([tokens, np.where(fixed, places, at), slots], axis=1)
@@ -93,7 +92,7 @@ def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.nda
 
 
 def _entries(case: Case, table: int) -> np.ndarray:
-    """[n, 4]: table, slot, index, block, no place twice."""
+    """[n, 4]: table, slot, index, block; no entry twice."""
     size = case.bind["S"] * case.bind["MB"]
     places = values.permutation(case.seed, f"entries.{table}", size)[:ENTRIES]
     blocks = _some(case, f"blocks.{table}", len(places), 0, size - 1)
@@ -112,4 +111,4 @@ TENSORS: dict[str, Callable[[Case, int, np.ndarray], Tensor]] = {
     "inbox": inbox,
     "live": lambda case, turn, next_position: live(case),
 }
-"""Of domain `inbox`: the tensor, from the case, the pass before and next_position i32 [S]."""
+"""Makers of the tensors of domain `inbox`, from the case, the previous pass and next_position i32 [S]."""

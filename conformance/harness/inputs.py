@@ -16,13 +16,14 @@ from hybrid.harness.sampling import Params, Penalties
 from hybrid.spec import OpSpec
 from hybrid.spec.fields import Domain
 
-DEAD_INDEX = 0x3FFFFFFF  # in rows beyond the live count: no kernel may follow it
-ROUTING = ("slots", "positions", "block_table", "out_rows")  # made together; their edge kinds choose how
-UNSEEN = 64.0  # cached positions that no row may see are this much larger, or NaN
+DEAD_INDEX = 0x3FFFFFFF  # in rows beyond the live count: no kernel may use it as an index
+ROUTING = ("slots", "positions", "block_table", "out_rows")  # made together; their edge kinds select the values
+UNSEEN = 64.0  # scale of cached positions outside every row's view (or NaN)
 
 
 def make(spec: OpSpec, case: Case, without: Collection[str] = (), backend: str = "vulkan") -> dict[str, Tensor]:
-    """Inputs and initial state by name. Rows beyond the live counts hold NaN and wild indices. `without`: not made."""
+    """Inputs and initial state by name. Rows beyond the live counts hold NaN and wild indices. `without`: tensors to
+    omit."""
     rows = batch_of(spec, case)
     tensors = {}
     for name in (n for n in (*spec.inputs, *spec.state) if n not in without):
@@ -60,7 +61,7 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
 
 
 def draw(case: Case, name: str, domain: Domain, shape: tuple[int, ...], dtype: str, env: Mapping[str, float]) -> Tensor:
-    """Values of one domain. In exact mode numbers become small integers (tables and indices stay what they are)."""
+    """Values of one domain. In exact mode reals become small integers; tables and indices are unchanged."""
     seed = case.seed
     if domain.dist == "zeros":
         return Tensor.empty(dtype, shape)
@@ -93,14 +94,14 @@ def _env(spec: OpSpec, case: Case) -> dict[str, float]:
 
 
 def _top(spec: OpSpec, case: Case, name: str) -> int:
-    """The largest index of an index tensor's domain (0 for others)."""
+    """The largest index of an index tensor's domain (0 for other tensors)."""
     domain = spec.tensors[name].domain
     return int(domain.high.eval(_env(spec, case))) - 1 if domain is not None and domain.high is not None else 0
 
 
 def _out_rows(spec: OpSpec, case: Case, size: int, rows: Batch | None) -> np.ndarray:
-    """Output row -> row: any rows of a matrix; for sampling, the last row of as many different slots; for verification,
-    rows of one slot after the other, in the order of their positions."""
+    """Output row -> row. Matrices: any rows. Sampling: the last row of as many different slots. Verification: rows
+    grouped by slot, in the order of their positions."""
     kind = case.kinds.get("out_rows")
     if rows is not None and takes_runs(spec):
         return _padded(np.lexsort((rows.positions, rows.slots))[-case.outs :].astype(np.int32), size)
@@ -126,7 +127,7 @@ def _padded(live_rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def _kill(tensor: Tensor, count: int) -> Tensor:
-    """Rows from `count` on become what no kernel may use: NaN, or indices far outside."""
+    """Poison rows from `count` on: NaN, or indices far out of range."""
     parts = []
     for part in tensor.parts:
         part = part.copy()
@@ -137,15 +138,14 @@ def _kill(tensor: Tensor, count: int) -> Tensor:
 
 
 def _hide(cache: Tensor, table: np.ndarray, rows: Batch, case: Case, backend: str) -> Tensor:
-    """Every cached position that no row of the batch may see is what a block may hold that was another sequence's: NaN,
-    or numbers larger than all that is seen. Numbers alone for the NPU, whose tile kernels multiply what they mask by
-    zero."""
+    """Poison every cached position outside all rows' view, as a reused block may hold: NaN, or large finite numbers.
+    Only numbers for the NPU, whose tile kernels multiply masked values by zero."""
     window, size, seen = int(case.attrs["window"]), cache.shape[1], np.zeros(cache.shape[:2], bool)
     for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
         p = np.arange(max(0, position - window + 1) if window else 0, position + 1)
         seen[table[slot, p // size], p % size] = True
     strange = values.integers(case.seed, "unseen", seen.shape, 0, 1) > 0
-    *codes, data = (p.copy() for p in cache.parts)  # q8_0: of its scales
+    *codes, data = (p.copy() for p in cache.parts)  # of q8_0: the scales
     data[~seen] = np.clip(data[~seen].astype(np.float32) * UNSEEN, -6e4, 6e4)
     if backend != "npu":
         data[~seen & strange] = np.nan
@@ -153,7 +153,7 @@ def _hide(cache: Tensor, table: np.ndarray, rows: Batch, case: Case, backend: st
 
 
 def _rope(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of cosines and sines of arbitrary angles, from the rational circle: no library's sine is involved."""
+    """Rows of cosines and sines of arbitrary angles, from the rational circle: no library's sine is used."""
     half = (*shape[:-1], shape[-1] // 2)
     t = values.uniform(seed, name, half, -1.0, 1.0)
     flip = 1 - 2 * values.integers(seed, name + ".flip", half, 0, 1)
@@ -161,7 +161,7 @@ def _rope(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _params(seed: int, slot: int) -> np.ndarray:
-    """A mix of greedy, plain and filtered sampling over the slots, and of how many log-probabilities are wanted."""
+    """A mix of greedy, plain and filtered sampling over the slots, and of log-probability counts."""
     pick = values.integers(seed, f"params.{slot}", (6,), 0, 999)
     wanted = 1 + int(pick[5]) % 20
     choose = [
@@ -176,7 +176,7 @@ def _params(seed: int, slot: int) -> np.ndarray:
 
 
 def _penalties(seed: int, slot: int) -> Penalties:
-    """A mix of penalties and biases over the slots: none, one of them, all."""
+    """A mix of penalties and biases over the slots: none, one, all."""
     pick = values.integers(seed, f"penalties.{slot}", (5,), 0, 999)
     repetition, presence, frequency = 0.5 + pick[1] / 500, pick[2] / 250 - 2, pick[3] / 250 - 2
     first, biases = int(pick[4]) % 23, int(pick[4]) % 7

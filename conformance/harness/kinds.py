@@ -1,6 +1,6 @@
-"""Edge values: what each kind of fields.EDGE_VALUES makes of a drawn tensor.
+"""Edge values: apply each kind of fields.EDGE_VALUES to a drawn tensor.
 
-Kinds of index tensors (batches, block tables, output rows) are handled where those are made.
+Kinds of index tensors (batches, block tables, output rows) are applied where those are made.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ STYLE = {
 }
 """Kind of slots or positions -> style of batch (batches.STYLES)."""
 TOGETHER = {kind: ("logits", "params") for kind in ("min_p_border", "top_p_border")}
-"""Kind -> the tensors that have it together, because the values of one are made for those of the other."""
+"""Kind -> the tensors that have it together, because their values depend on each other."""
 CUT, TEMPERATURE = 0.3, 0.8  # min_p or top_p of those kinds
-NEAR = 5e-4  # how far from the cut, relative: a cut that is off by a thousandth keeps others
+NEAR = 5e-4  # relative distance from the cut: a cut off by a thousandth keeps other ids
 
 
 def apply_kind(kind: str, tensor: Tensor, seed: int, name: str, top: int = 0) -> Tensor:
@@ -54,9 +54,9 @@ def _blocks(kind: str, tensor: Tensor, seed: int, name: str) -> Tensor:
     if kind == "max_scale_block":
         count = int(np.prod(tensor.shape)) // tensor.type.block
         return largest(tensor, int(values.integers(seed, name + ".max", (1,), 0, count - 1)[0]))
-    if tensor.dtype == "q8_act":  # edge values of an activation: those values, quantised here
+    if tensor.dtype == "q8_act":  # edge values of an activation are quantised here
         return act(_REALS[kind](values.real(tensor), seed, name))
-    if tensor.dtype == "q8_0" and kind == "outlier":  # of a block: the others are next to nothing
+    if tensor.dtype == "q8_0" and kind == "outlier":  # of a block: the other values are nearly zero
         return blocks_of(_REALS[kind](values.real(tensor), seed, name))
     raise KeyError(f"no edge kind {kind!r} for {tensor.dtype} tensors")
 
@@ -68,7 +68,7 @@ def act(x: np.ndarray) -> Tensor:
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     scaled = (
         np.where(np.isfinite(peak)[..., None], blocks, 0) * inverse[..., None]
-    )  # codes of a block with a NaN mean nothing
+    )  # codes of a block with a NaN are undefined
     codes = np.clip(np.rint(scaled), -127, 127)
     return pack("q8_act", codes.reshape(x.shape).astype(np.int64), peak * np.float32(1 / 127))
 
@@ -93,7 +93,7 @@ def _outlier(x: np.ndarray, seed: int, name: str) -> np.ndarray:
 
 
 def _half_codes(x: np.ndarray, seed: int, name: str) -> np.ndarray:
-    """Blocks whose largest value is 127, so that a code is the value itself, and every other value ends in .5."""
+    """Blocks whose largest value is 127, so that codes equal values, and every other value ends in .5."""
     y = values.integers(seed, name + ".half", x.shape, -126, 125) + 0.5
     y[..., ::32] = 127.0
     return y
@@ -126,7 +126,7 @@ def _pos_inf(x: np.ndarray, seed: int, name: str) -> np.ndarray:
 
 
 def _in_every_second(x: np.ndarray, seed: int, name: str, what: np.ndarray) -> np.ndarray:
-    """One element of rows 0, 2, .. becomes that row's of `what`."""
+    """Copy one element of `what` into rows 0, 2, .."""
     x = x.copy()
     rows = np.arange(0, len(x), 2)
     x[rows, values.integers(seed, name + ".one", (len(x),), 0, x.shape[-1] - 1)[rows]] = what[rows]
@@ -138,15 +138,15 @@ def _nothing_left(x: np.ndarray, seed: int, name: str) -> np.ndarray:
 
 
 def _min_p_border(x: np.ndarray, seed: int, name: str) -> np.ndarray:
-    """One best id; of the others, which outweigh it, every second is just kept and every second just cut off."""
+    """One best id. Of the other ids, which outweigh the best, alternate ones are just kept and just cut."""
     z = math.log(CUT) + np.where(np.arange(x.shape[-1]) % 2, NEAR, -NEAR)
     z[x.shape[-1] // 2] = 0.0
     return np.broadcast_to(2 + TEMPERATURE * z, x.shape)
 
 
 def _top_p_border(x: np.ndarray, seed: int, name: str) -> np.ndarray:
-    """One best id, whose mass misses the cut by little in every even row, so that all others are kept, and is just
-    enough in the odd ones, so that none is."""
+    """One best id. In even rows its mass just misses the cut, so that all ids are kept; in odd rows it just suffices,
+    so that only the best is kept."""
     share = CUT * (1 + NEAR * np.where(np.arange(x.shape[0]) % 2, 1, -1))
     z = np.repeat(np.log((1 - share) / (x.shape[-1] - 1) / share)[:, None], x.shape[-1], axis=1)
     z[:, x.shape[-1] // 2] = 0.0

@@ -1,10 +1,10 @@
-"""python -m hybrid.harness.npu_capture FILE: every NPU case on an owner's device, into one file; --compare reads such a
-file.
+"""python -m hybrid.harness.npu_capture FILE: run every NPU case on a real device and write one file; --compare reads
+such a file.
 
-Vectors from silicon: 0. Nobody has run this on an NPU yet. The file holds, for each case, its text (which reproduces it
-on any machine), the digest of each output and the outputs themselves; and the device's name, clock, driver and
-firmware, the digests of kernels and designs. --compare computes the cases in the simulator and says which outputs
-differ, and by how much.
+Vectors from silicon: 0. No capture from an NPU exists yet. For each case the file holds its text (which reproduces it
+on any machine), the digest of each output and the outputs; and the device's name, clock, driver and firmware, and the
+digests of kernels and designs. --compare computes the cases in the simulator and prints the outputs that differ, and by
+how much.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hybrid.spec import OpSpec, load_ops
 
 
 def cases() -> Iterator[tuple[str, OpSpec, Case]]:
-    """(name, operation, case): fixed cases only, so that every machine runs the same."""
+    """(name, operation, case): fixed cases only, so that every machine runs the same cases."""
     for op, spec in load_ops().items():
         if not spec.runs_on("npu"):
             continue
@@ -49,7 +49,7 @@ def cases() -> Iterator[tuple[str, OpSpec, Case]]:
 
 
 def capture(device: NpuDevice, file: Path, only: str = "") -> int:
-    """Run and judge every case; write the file. Returns how many failed."""
+    """Run and check every case; write the file. Returns the number of failures."""
     entries: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     failed = 0
@@ -87,7 +87,7 @@ def capture(device: NpuDevice, file: Path, only: str = "") -> int:
 
 
 def compare(file: Path) -> int:
-    """The file's outputs against the simulator's for the same cases. Returns how many differ in a bit."""
+    """Compare the file's outputs with the simulator's. Returns the number of cases that differ in a bit."""
     with zipfile.ZipFile(file) as box:
         head = json.loads(box.read("capture.json"))
         known = {name: (spec, case) for name, spec, case in cases()}
@@ -102,7 +102,7 @@ def compare(file: Path) -> int:
                 there = np.load(box.open(f"{name}/{output}.npy"))
                 here = run[output].parts[0]
                 if digest(there) != entry["outputs"][output]:
-                    raise ValueError(f"{file}: {name}/{output} is not what its digest says: the file is damaged")
+                    raise ValueError(f"{file}: {name}/{output} does not match its digest: the file is damaged")
                 compared += 1
                 live = slice(0, case.rows)
                 if digest(here[live]) != digest(there[live]):
@@ -120,7 +120,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def machine(device: NpuDevice) -> dict[str, str]:
-    """Clock, driver and firmware, as far as this machine says them."""
+    """Clock, driver and firmware, as far as the machine reports them."""
     found = {"kernel": platform.release(), "python": platform.python_version()}
     xrt = device.host.xrt.xrt_info_device
     for key in ("bdf", "max_clock_frequency_mhz"):

@@ -1,4 +1,4 @@
-"""What a case must give: the oracle's float64 results and, for each element, how far a device may be from them."""
+"""Reference of a case: the oracle's float64 results and the error bound of each element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) -> Call:
-    """The oracle's results for the live rows; of a large case for those that sampled.choose draws. `matrices`: the
+    """The oracle's results for the live rows; of a large case for the rows that sampled.choose draws. `matrices`: the
     device has matrix units, which may round operands."""
     rows = choose(spec, case)
     cut = {name: take(spec, name, cut_live(spec, case, name, t), rows) for name, t in inputs.items()}
@@ -36,7 +36,7 @@ def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) ->
 
 
 def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> dict[str, Verdict]:
-    """Judge every output, scratch and state tensor of `after`. Raises Disagreement."""
+    """Check every output, scratch and state tensor of `after`. Raises Disagreement."""
     judged: dict[str, Verdict] = {}
     rows = choose(spec, case)
     names = (*spec.scratch, *spec.outputs, *spec.state)
@@ -54,8 +54,8 @@ def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> d
 
 
 def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dtype: str | None = None) -> np.ndarray:
-    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes. `dtype`: of the
-    result, where it is not the case's."""
+    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes. `dtype`: the
+    result's, if not the case's."""
     dtype = dtype or case.dtypes[name]
     tol = spec.tolerance_of(name, dtype)
     if tol.metric == "exact":
@@ -82,7 +82,7 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
 
 
 def _on_matrix_units(spec: OpSpec, case: Case) -> bool:
-    """May matrix units, where there are any, compute this case?"""
+    """Whether matrix units may compute this case."""
     units = spec.numerics.matrices
     return (
         units is not None
@@ -105,16 +105,16 @@ def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor,
 
 
 def _state(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor) -> Verdict:
-    """State of numbers: what the oracle changed is judged, everything else must keep its bits."""
+    """Check numeric state: elements that the oracle changed within bounds, all others bit for bit."""
     ref, held = call.refs[name], call.values[name]
     changed = (ref != held) & ~(np.isnan(ref) & np.isnan(held))
-    if not changed.any() and case.bind.get("KV") != 0:  # an operation that appends nothing must leave everything
+    if not changed.any() and case.bind.get("KV") != 0:  # an operation that appends nothing must change nothing
         raise Disagreement(f"{at}: the case changes nothing: it proves nothing")
     if got.type.quantised:
         changed[...] = changed.any(-1, keepdims=True)  # whole heads are written
     for part, a, b in zip(got.type.parts, got.parts, call.tensors[name].parts, strict=True):
-        apart = changed[..., :: changed.shape[-1] // a.shape[-1]]
-        compare.same_bits(f"{at} (untouched positions, {part.name})", np.where(apart, 0, a), np.where(apart, 0, b))
+        written = changed[..., :: changed.shape[-1] // a.shape[-1]]
+        compare.same_bits(f"{at} (untouched positions, {part.name})", np.where(written, 0, a), np.where(written, 0, b))
     if not changed.any():
         return Verdict(0.0, 0.0)
     limit = allowed(spec, case, name, call, ref)
@@ -127,13 +127,13 @@ def _state(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor
 
 
 def _nothing(ref: np.ndarray) -> bool:
-    """Results that are 0, or -infinity (what is masked, what has no probability), by construction."""
+    """Whether all results are 0, or -infinity (masked or zero probability), by construction."""
     return not np.any(ref[~np.isneginf(ref)])
 
 
 def _reference(spec: OpSpec, case: Case, name: str, call: Call, results: Tensors) -> np.ndarray:
-    """The oracle's result; where the spec says `given`, from the device's own value of those earlier results, so that
-    what fell on the other side of a rounding there is not counted again."""
+    """The oracle's result. Where the spec lists `given`, it starts from the device's own earlier results, so that a
+    rounding difference there is not counted twice."""
     given = spec.tensors[name].given
     if not given:
         return call.refs[name]
@@ -142,7 +142,7 @@ def _reference(spec: OpSpec, case: Case, name: str, call: Call, results: Tensors
 
 
 def _made(case: Case, name: str, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-    """A result by its own definition, of what that takes."""
+    """A result by its own definition from its inputs."""
     definition, every = step(case.op, name), {**inputs, **case.attrs, **given}
     parameters = inspect.signature(definition).parameters
     others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,7 +1,7 @@
-"""Large cases are judged on rows drawn at random: the oracle computes those alone, in float64.
+"""Large cases are checked on randomly drawn rows: the oracle computes only those, in float64.
 
-For operations whose every element depends on one row of each axis named here, and on no other row of it. What memory
-held before, guard bands, untouched inputs and the equality of two runs are checked on everything as always.
+For operations whose every element depends on one row of each axis named here. Earlier memory contents, guard bands,
+untouched inputs and the equality of two runs are still checked on everything.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hybrid.harness import values
 from hybrid.harness.cases import Case
 from hybrid.spec import OpSpec
 
-LARGE = 250_000_000  # flops of a case from which on rows are drawn
-# Operation -> axis -> rows of it that are judged, at most.
+LARGE = 250_000_000  # flops of a case from which rows are drawn
+# Operation -> axis -> most rows to check.
 ROWS: dict[str, dict[str, int]] = {
     "attention": {"T": 12},
     "attention_i8": {"T": 12},
@@ -29,8 +29,8 @@ Rows = Mapping[str, np.ndarray]
 
 
 def choose(spec: OpSpec, case: Case) -> Rows:
-    """Axis -> the rows that are judged, ascending: the first, the last live one and others by the case's seed. Empty
-    where everything is."""
+    """Axis -> the rows to check, ascending: the first, the last live one and others by the case's seed. Empty if all
+    rows are checked."""
     if case.op not in ROWS or spec.flops(case.bind, case.attrs) < LARGE:
         return {}
     live = {"tokens": case.rows, "outs": case.outs}
@@ -44,7 +44,7 @@ def choose(spec: OpSpec, case: Case) -> Rows:
 
 
 def take(spec: OpSpec, name: str, tensor: Tensor, rows: Rows) -> Tensor:
-    """The chosen rows of a tensor's first axis, and the chosen columns of its last."""
+    """The drawn rows of a tensor's first axis, and the drawn columns of its last."""
     shape = [str(dim) for dim in spec.tensors[name].shape]
     if shape[0] in rows:
         index = rows[shape[0]]

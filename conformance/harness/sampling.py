@@ -1,7 +1,7 @@
-"""Is a sampled token one that the definition allows? Written apart from the oracle: a second hand on the same rules.
+"""Check that a sampled token is allowed: a second implementation of the rules, independent of the oracle.
 
-Greedy choices must be equal. A random choice is judged by its score z + g(id): it must be kept by top-k, top-p and
-min-p, and no token that is certainly kept may beat it, up to the error of float32 scores.
+Greedy tokens must be equal. A random token is checked by its score z + g(id): top-k, top-p and min-p must keep it, and
+no token that is certainly kept may beat it, up to the error of float32 scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """One row of `params`: how a slot's next token is chosen."""
+    """One row of `params`: a slot's sampling parameters."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -27,7 +27,7 @@ class Params:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int = 0
-    """How many of the most likely ids are reported."""
+    """Number of most likely ids to report."""
 
     def words(self) -> np.ndarray:
         """u32[8]"""
@@ -43,7 +43,7 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """One row of `penalties`: what a sequence's own tokens and biases do to its logits."""
+    """One row of `penalties`: penalties and biases on a sequence's logits."""
 
     repetition: float = 1.0
     presence: float = 0.0
@@ -59,7 +59,7 @@ class Penalties:
 
 
 def hash32(seed: int, position: int, token: int) -> int:
-    """u32: the counter hash behind one token's Gumbel number."""
+    """u32: the counter hash of one token's Gumbel number."""
     h = _mix(seed & _MASK)
     for word in (seed >> 32 & _MASK, position, token):
         h = _mix(h ^ word * 0x9E3779B9 & _MASK)
@@ -73,8 +73,8 @@ def gumbel(seed: int, position: int, tokens: int) -> np.ndarray:
 
 
 def judge(label: str, logits: np.ndarray, params: Params, position: int, chosen: int, slack: float = 2e-4) -> None:
-    """Raise Disagreement unless `chosen` is allowed for logits f64[valid ids], the greatest
-    finite; `slack` bounds the error of a score."""
+    """Raise Disagreement unless `chosen` is allowed for logits f64[valid ids], the greatest finite; `slack` bounds the
+    error of a score."""
     if not 0 <= chosen < len(logits):
         raise Disagreement(f"{label}: token {chosen} is not one of the {len(logits)} valid ids ({params})")
     z = logits
@@ -105,7 +105,7 @@ def kept(z: np.ndarray, params: Params, slack: float) -> np.ndarray:
         order = np.argsort(-z, kind="stable")
         mass = np.where(keep, np.exp(z - z.max()), 0.0)
         above = np.concatenate([[0.0], np.cumsum(mass[order])[:-1]])  # mass of the larger values
-        first = np.searchsorted(-z[order], -z[order], side="left")  # ties stand or fall together
+        first = np.searchsorted(-z[order], -z[order], side="left")  # ties are kept or cut together
         limit = params.top_p * mass.sum() * (1 + slack)
         mine = np.empty_like(z)
         mine[order] = above[first]

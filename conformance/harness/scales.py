@@ -1,6 +1,6 @@
-"""The `scale` of the bound, for each operation: what its sums would be if nothing cancelled.
+"""The `scale` of the bound for each operation: its sums without cancellation.
 
-Evaluated in float64 beside the oracle. `Call` is a case as the oracle saw it: live inputs, attributes, results.
+Evaluated in float64 beside the oracle. `Call` is a case as the oracle ran it: live inputs, attributes, results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RULES: dict[str, Rule] = {}
 
 
 def _of(*ops: str) -> Callable[[Rule], Rule]:
-    """The rule of operations that subtract, or whose products round apart."""
+    """Scale of operations that subtract, or whose products round separately."""
 
     def named(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(ops, rule))
@@ -55,20 +55,20 @@ def scale(op: str, name: str, call: Call) -> np.ndarray:
 
 
 def scales(op: str, call: Call) -> dict[str, np.ndarray]:
-    """Of every result by its name; NAME.values: with the absolute values of what is averaged; NAME.steps: an error
-    beside the scale that is absolute."""
+    """Scale of every result by name. NAME.values: with the absolute values of what is averaged; NAME.steps: an absolute
+    error beside the scale."""
     return _RULES[op](call) if op in _RULES else _of_absolutes(op, call)
 
 
 def _of_absolutes(op: str, call: Call) -> dict[str, np.ndarray]:
-    """What the operation makes of absolute values: of one that only adds and multiplies."""
+    """The operation applied to absolute values, for operations that only add and multiply."""
     given = {n: np.abs(v) for n, v in call.values.items()}
     return dict(zip(call.refs, ORACLE[op](**given, **call.attrs), strict=True))
 
 
 def product(x: np.ndarray, x_dtype: str, w: Tensor, w_values: np.ndarray) -> np.ndarray:
-    """|x| @ |w|.T. int8 activations on weights with an offset or a minimum also carry its terms apart: the minimum
-    (q4_0: 8*|d|) times the sum of a block of x."""
+    """|x| @ |w|.T. int8 activations on weights with an offset or a minimum also have its terms: the minimum (q4_0:
+    8*|d|) times the sum of a block of x."""
     terms = np.abs(x) @ np.abs(w_values).T
     if x_dtype == "q8_act" and w.type.quantised:
         _, scale, minimum = block_values.unpack(w)
@@ -84,8 +84,9 @@ F16_NORMAL, F16_STEP = 2.0**-14, 2.0**-24
 
 
 def steps(x: np.ndarray, x_dtype: str, w_values: np.ndarray) -> np.ndarray:
-    """Beside f16 rows weights are rounded to f16, which has steps of one size below F16_NORMAL; drivers differ in the
-    direction there. The relative bound has no room for it where one element of a row outweighs the others."""
+    """Absolute error where weights beside f16 rows round to f16: subnormals have a fixed step below F16_NORMAL, and
+    drivers round in different directions. The relative bound misses it where one element of a row outweighs all others.
+    """
     return (
         np.abs(x) @ (np.abs(w_values) < F16_NORMAL).T * F16_STEP
         if x_dtype == "f16"
@@ -101,7 +102,7 @@ def _linear(call: Call) -> dict[str, np.ndarray]:
 
 @_of("logits")
 def _logits(call: Call) -> dict[str, np.ndarray]:
-    # tanh never enlarges an error; its own is a few units of the cap.
+    # tanh never enlarges an error; its own error is a few units of the cap.
     rows = call.values["x"][call.values["out_rows"]]
     terms = product(rows, call.dtypes["x"], call.tensors["w"], call.values["w"])
     return {"logits": terms + float(call.attrs.get("softcap", 0))}
@@ -127,7 +128,7 @@ def _table_rows(call: Call) -> np.ndarray:
 
 @_of("per_layer_input")
 def _per_layer_input(call: Call) -> dict[str, np.ndarray]:
-    """h: how far gelu(gate)*ple moves with its sum; y: the second product, of h."""
+    """h: sensitivity of gelu(gate)*ple to its sum; y: the second product, of h."""
     v, w = call.values, call.tensors["w_gate"]
     terms = product(v["x"], call.dtypes["x"], w, v["w_gate"])
     own = np.abs(of_layer(v["ple"], call.attrs["layer"], len(v["w_gate"])))
@@ -144,9 +145,9 @@ def _attention(call: Call) -> dict[str, np.ndarray]:
 
 @_of("attention_i8")
 def _attention_i8(call: Call) -> dict[str, np.ndarray]:
-    """As attention, of the codes times their scales."""
+    """As attention, of codes times scales."""
     d = call.values["k_cache"].shape[3]
-    with np.errstate(invalid="ignore"):  # what no row sees may be NaN
+    with np.errstate(invalid="ignore"):  # values outside every row's view may be NaN
         q, k = (in_int8(call.values[n].astype(np.float32), d, np.float64) for n in ("q", "k_cache"))
     out, plain = _attended(call, q, np.abs(q), k, call.values["v_cache"])
     return {"o": out, "o.values": plain}
@@ -169,8 +170,8 @@ def _decode_attention(call: Call) -> dict[str, np.ndarray]:
 
 
 def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Sum of p|v|, enlarged by the largest score's own terms |q||k| (an error of a score is a relative one of its p),
-    and as it is. q_terms: what q's sums would be if nothing cancelled."""
+    """Sum of p|v|, with and without the factor for the largest score's terms |q||k| (a score's error is a relative
+    error of its p). q_terms: q's sums without cancellation."""
     out, plain, size, window = np.empty_like(q), np.empty_like(q), k.shape[1], call.attrs["window"]
     group = q.shape[1] // k.shape[3] // k.shape[2]
     for row, (slot, pos) in enumerate(zip(call.values["slots"], call.values["positions"], strict=True)):
@@ -194,8 +195,8 @@ def _geglu(call: Call) -> dict[str, np.ndarray]:
 
 
 def _threshold_terms(terms: np.ndarray, gate: np.ndarray, sparsity: float) -> np.ndarray:
-    """Terms of gate - threshold: those of the gate, of the mean of all gates and of their deviation, which errs by at
-    most what the gates err by, and cancels in its squares."""
+    """Terms of gate - threshold: the gate's, the mean's and the deviation's. The deviation's error is at most that of
+    the gates; its squares may cancel."""
     if sparsity <= 0:
         return terms
     mean, every = np.abs(gate).mean(-1, keepdims=True), terms.mean(-1, keepdims=True)
@@ -213,7 +214,7 @@ def _altup_predict(call: Call) -> dict[str, np.ndarray]:
 
 
 def _route_terms(x: np.ndarray, call: Call) -> np.ndarray:
-    """How far the router's tanh moves with its sum, and its own size."""
+    """Sensitivity of the router's tanh to its sum, and its own size."""
     scaled = rms(x, call.attrs["eps"]) * call.values["w_router_norm"] / x.shape[-1]
     return np.abs(np.tanh(scaled @ call.values["w_router"].T)) + np.abs(scaled) @ np.abs(call.values["w_router"]).T
 
@@ -224,7 +225,7 @@ def _altup_correct(call: Call) -> dict[str, np.ndarray]:
     (post,) = ORACLE["rmsnorm"](x=v["a"], w=v["w_post"], eps=eps)
     out, p = v["residual"] + post, v["predicted"].reshape(len(v["a"]), -1, len(v["w_post"]))
     d = 1 + _route_terms(out, call) @ np.abs(v["w_correct"]).T
-    # The router's sum errs by what the residual add cancels.
+    # The router's sum inherits the error that the residual add cancels.
     cancelled = 1 + (np.abs(v["residual"]) + np.abs(post)).max(-1) / np.maximum(np.sqrt((out * out).mean(-1)), 1e-30)
     moved = np.abs(v["residual"]) + np.abs(post) + np.abs(p[:, 0])
     terms = np.abs(p) + (d * np.minimum(cancelled, 1e6)[:, None])[:, :, None] * moved[:, None]
@@ -265,7 +266,7 @@ def _altup_end(call: Call) -> dict[str, np.ndarray]:
 
 @_of("fused_ffn")
 def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
-    """h: how far gelu(gate)*up moves with its sums (|gelu'| <= 1.13, |gelu(x)| <= |x|); y: the second product, of h."""
+    """h: sensitivity of gelu(gate)*up to its sums (|gelu'| <= 1.13, |gelu(x)| <= |x|); y: the second product, of h."""
     x, w = call.values["x"], call.values["w_gate_up"]
     gate, up = np.split(np.abs(x @ w.T), 2, axis=-1)
     gate_terms, up_terms = np.split(product(x, call.dtypes["x"], call.tensors["w_gate_up"], w), 2, axis=-1)
@@ -279,7 +280,7 @@ def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
 
 @_of("adjust_logits")
 def _adjust_logits(call: Call) -> dict[str, np.ndarray]:
-    """What a repetition penalty may make of a logit, the other penalties and all the biases of the row's slot."""
+    """Largest effect of a repetition penalty on a logit, the other penalties and all biases of the row's slot."""
     v = call.values
     repetition, presence, frequency = (call.tensors["penalties"].array[:, i : i + 1].view(np.float32) for i in range(3))
     factor = np.maximum(repetition, 1 / repetition)
@@ -290,7 +291,7 @@ def _adjust_logits(call: Call) -> dict[str, np.ndarray]:
 
 @_of("logprobs")
 def _logprobs(call: Call) -> dict[str, np.ndarray]:
-    """Of each row the largest logit and the logarithm of the number of ids; 1 for the logarithm's own error."""
+    """For each row the largest logit and the logarithm of the number of ids; 1 for the logarithm's own error."""
     v = call.values
     terms = np.zeros_like(v["top_logprobs"])
     for row, source in zip(v["logits"], v["out_rows"], strict=True):

@@ -1,4 +1,4 @@
-"""Sizes and attributes that suit an operation: what both the drawn and the fixed cases are made of."""
+"""Sizes and attributes that suit an operation, for drawn and fixed cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sizes(spec: OpSpec, name: str, dtypes: Mapping[str, str]) -> list[int]:
 
 
 def granule(spec: OpSpec, axis: str, dtypes: Mapping[str, str]) -> int:
-    """What the sizes of an axis must be multiples of: rows of tensors are whole blocks of their dtypes."""
+    """Multiple for the sizes of an axis: rows of tensors are whole blocks of their dtypes."""
     blocks = [DTYPES[dtypes[n]].block for n, t in spec.tensors.items() if n in dtypes and str(t.shape[-1]) == axis]
     return math.lcm(spec.axes[axis].multiple_of, *blocks)
 
@@ -51,26 +51,26 @@ def granule(spec: OpSpec, axis: str, dtypes: Mapping[str, str]) -> int:
 def rounded_up(
     spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], fixed: frozenset[str] = frozenset()
 ) -> dict[str, int]:
-    """The sizes made whole blocks of the dtypes, but for the `fixed` ones."""
+    """The sizes rounded up to whole blocks of the dtypes, except the `fixed` ones."""
     return {
         n: v if n in fixed else -(-v // granule(spec, n, dtypes)) * granule(spec, n, dtypes) for n, v in bind.items()
     }
 
 
 def tile_of(spec: OpSpec, axis: str) -> int:
-    """The tile that a backend works in along an axis, 0 if none declares one: every backend is tried around it."""
+    """The tile size of a backend along an axis, 0 if no backend declares one."""
     return max((b.tile.get(axis, 0) for b in spec.backends.values()), default=0)
 
 
 def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = frozenset()) -> dict[str, int]:
-    """Sizes that fit together: enough blocks, slots and positions for the rows. `fixed` axes keep their size."""
+    """Consistent sizes: enough blocks, slots and positions for the rows. `fixed` axes keep their size."""
     b = dict(bind)
 
     def at_least(axis: str, n: int) -> None:
         if axis in b and axis not in fixed:
             b[axis] = max(b[axis], n)
 
-    if {"O", "S", "T"} <= b.keys():  # every output row continues a sequence of its own
+    if {"O", "S", "T"} <= b.keys():  # every output row belongs to another sequence
         at_least("S", b["O"])
         at_least("T", b["O"])
     if one_row_per_slot(spec):
@@ -97,7 +97,7 @@ def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = froz
 def fits(
     spec: OpSpec, backend: str, bind: Mapping[str, int], attrs: Mapping[str, Any], dtypes: Mapping[str, str]
 ) -> bool:
-    """Does the spec allow it, and have the rows room in their sequences?"""
+    """Whether the spec allows the case, and the rows fit into their sequences."""
     try:
         spec.check(bind, attrs, dtypes, backend)
     except SpecError:
@@ -110,7 +110,7 @@ def base_bind(spec: OpSpec) -> dict[str, int]:
 
 
 def most_outs(spec: OpSpec, bind: Mapping[str, int], rows: int) -> int:
-    """Output rows that so many rows allow: one of each sequence, but where they are runs."""
+    """Most output rows for these rows: one of each sequence, except for runs."""
     return min(bind.get("O", 1), rows, rows if takes_runs(spec) else bind["S"])
 
 
@@ -123,7 +123,7 @@ def whole(
     kinds: Mapping[str, str] | None = None,
     style: str = "ragged",
 ) -> Case:
-    """A case whose rows are all live."""
+    """A case with all rows live."""
     rows = bind.get("T", 1)
     outs = most_outs(spec, bind, rows) if "slots" in spec.inputs else bind.get("O", 1)
     return Case(spec.name, dict(bind), dict(dtypes), dict(attrs), rows, outs, seed, kinds=kinds or {}, style=style)

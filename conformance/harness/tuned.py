@@ -1,4 +1,4 @@
-"""Cases of an operation in which a family of the tuning tables is asked for: what proves its candidates."""
+"""Test cases for the families of the tuning tables: they prove every candidate."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hybrid.spec import OpSpec
 
 
 def plan_for(spec: OpSpec, case: Case) -> Plan:
-    """The case's step alone, on no device."""
+    """A plan with only the case's step, without a device."""
     decls = {n: declared(spec, case, n) for n in spec.tensors}
     decls["control"], _ = control_of(case, {})
     return plan_of(case, (step_of(spec, case, spec.name, {n: n for n in spec.tensors}, "vulkan"),), decls)
 
 
 def facts_of(family: str, spec: OpSpec, device: Any, case: Case) -> list[Mapping[str, Value]]:
-    """The facts with which the case's step asks for the family on this Vulkan device; empty: it does not."""
+    """The facts with which the case's step queries the family on this Vulkan device; empty if it does not."""
     return [a.facts for a in asked(plan_for(spec, case), device) if a.family == family]
 
 
 def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
-    """The fixed cases that ask for the family; for matrix units, which decode each type apart, in all types
+    """The fixed cases that query the family; for matrix units, which decode each type separately, in all types
     together."""
     cases = [c for found in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in found]
     if family.needs:
@@ -41,9 +41,9 @@ def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
 
 
 def uses(declared: Family) -> list[dict[str, Value]]:
-    """Choices in which every value of every number of a family occurs, and those of every table, each once."""
+    """Candidates in which every value of every parameter of a family occurs, and the entries of every table, each once."""
     values = list(declared.candidates.values())
-    # Each in two companies: together they decide which module runs.
+    # Each value with two sets of other values: together they select the module.
     rows = [
         [v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
         for shift in (0, 1)

@@ -1,4 +1,4 @@
-"""Tensor values from the counter hash (hashed.py), in any storage type, and the numbers that a tensor stands for."""
+"""Tensor values from the counter hash (hashed.py) in any storage type, and the reals that a tensor encodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def exact(seed: int, name: str, shape: Sequence[int], dtype: str, span: int = 3)
 
 
 def real(tensor: Tensor) -> np.ndarray:
-    """f64 values of a tensor (integers as they are), read here and not by the oracle's decoder."""
+    """f64 values of a tensor (integers unchanged), decoded without the oracle's decoder."""
     kind = tensor.dtype
     if kind in ("i8", "i32", "u32"):
         return tensor.array

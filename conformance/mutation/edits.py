@@ -1,4 +1,4 @@
-"""One replacement in a source file: what mutants of kernels (mutate.py) and of host code (hosts.py) are made by."""
+"""One replacement in a source file, for mutants of kernels (mutate.py) and of host code (hosts.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tomli
 
 
 class StaleMutant(ValueError):
-    """A mutant that does not fit the source any more."""
+    """A mutant whose text is no longer in the source."""
 
 
 def edited(path: Path, find: str, replace: str, label: str) -> str:

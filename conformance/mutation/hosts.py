@@ -2,16 +2,15 @@
 
 mutants/host/<group>.toml holds tables [[mutant]] with
 
-    name     what is broken
+    name     the fault
     file     from the project's root
-    find     text that occurs exactly once in it; else the mutant is stale, which is an error
-    replace  what it becomes
-    tests    of which one must fail: names as pytest gives them, from conformance/ on
+    find     text that occurs exactly once in the file; else the mutant is stale, which is an error
+    replace  its replacement
+    tests    tests of which one must fail: names as pytest prints them, from conformance/ on
 
-`python -m conformance.mutation.hosts GROUP...` runs the tests of all these groups' mutants with the shipped text, where
-all must pass, then each mutant's with its own, and prints a line of JSON for each: group, name, result, seconds, said
-(trial.Outcome). In the short profile each group has a share of its mutants, which changes with the files that they
-mutate.
+`python -m conformance.mutation.hosts GROUP...` runs the tests of these groups with the shipped text, where all must
+pass, then each mutant's tests with its text. It prints a line of JSON for each: group, name, result, seconds, said
+(trial.Outcome). In the short profile each group runs a share of its mutants, which changes with the mutated files.
 """
 
 from __future__ import annotations
@@ -89,12 +88,12 @@ def main() -> int:
     mutants = {group: tried(group) for group in parser.parse_args().group}
     prepare()
     tests = list(dict.fromkeys(t for found in mutants.values() for m in found for t in m.tests))
-    # All at once, on kernels that are not compiled yet: longer than what looks for something that hangs.
+    # All at once, with kernels not yet compiled: longer than the limit for a hanging test.
     _print(" ".join(mutants), SHIPPED, asdict(trial(tests, limit=300.0)))
     for group, found in mutants.items():
         for mutant in found:
             outcome = trial(mutant.tests, mutant.path, mutant.mutated())
-            if outcome.result == "hung":  # a machine that is busy: once more, for only a test that fails has caught it
+            if outcome.result == "hung":  # a busy machine: try once more, since only a failing test catches the mutant
                 outcome = trial(mutant.tests, mutant.path, mutant.mutated(), limit=120.0)
             _print(group, mutant.name, asdict(outcome))
     return 0

@@ -1,17 +1,16 @@
 """Mutants: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
 
 mutants/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's
-operations) and [[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file that
-is run) with
+operations) and [[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file to
+run) with
 
-    name     what is broken
+    name     the fault
     file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle, kernels/npu or kernels/npu/aie
-    find     text that occurs exactly once in it; else the mutant is stale, which is an error
-    replace  what it becomes
-    needs    capability of the device that chooses the mutated kernel; without it there is nothing to catch
+    find     text that occurs exactly once in the file; else the mutant is stale, which is an error
+    replace  its replacement
+    needs    a capability (Device.has) of devices that select the mutated kernel; others skip the mutant
     case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
              rows, outs; options = options of the device
-    needs    a capability (Device.has) without which the kernel is not chosen; the mutant is then skipped
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def tried(mutants: Iterable[Mutant]) -> list[Mutant]:
 
 
 def _order(mutant: Mutant) -> str:
-    """Changes with the mutated file."""
+    """An order that changes with the mutated file."""
     return hashlib.sha256(mutant.path.read_bytes() + mutant.name.encode()).hexdigest()
 
 

@@ -30,7 +30,7 @@ from hybrid.kernels.vulkan.tuning import DEFAULT
 from hybrid.spec import load_ops
 
 SPECS = load_ops()
-MUTANTS = [s for s in load() if s.kind != "aie"]  # tile kernels have a harness of their own
+MUTANTS = [s for s in load() if s.kind != "aie"]  # tile kernels have a separate harness
 
 
 def _device(mutant: Mutant, sound: Any, kernels: set[str], options: dict[str, Any], folder: Path) -> Any:
@@ -75,14 +75,14 @@ def test_caught(
 
 
 def test_no_mutant_is_stale() -> None:
-    """Those that the short profile leaves out too: what they replace is found once in their file."""
+    """Includes those that the short profile skips: their `find` text occurs once in the file."""
     for mutant in load():
         assert mutant.mutated() != mutant.path.read_text()
 
 
 def test_mutants_of_matrix_units_are_of_kernels_that_their_cases_run() -> None:
-    """Where no device has such units their cases are recorded for one: a table that has come to choose another tile
-    shows."""
+    """Without matrix units their cases are recorded for a device with them: a table that selects another tile is
+    detected."""
     stale = []
     for mutant in (m for m in load() if m.kind == "shader" and m.needs == "f16_matrices"):
         options = mutant.case.get("options", {})

@@ -1,8 +1,7 @@
-"""Runs tests in a process of their own in which one module's text is another: mutants of host code, without a changed
-file.
+"""Run tests in a separate process in which one module's text is replaced: mutants of host code without a changed file.
 
-The text is given to Python's import system, so what a test starts as a separate program still runs the shipped module.
-Made by fork from a process that holds the libraries but nothing of the project: a trial costs its imports and its
+Python's import system gets the text, so a separate program started by a test still runs the shipped module. Trials are
+forked from a process that has loaded the libraries but no module of the project: a trial costs its imports and its
 tests.
 """
 
@@ -41,16 +40,19 @@ LIBRARIES = (
     "tomli",
     "tqdm",
 )
-# Looking for plugins would take pytest longer than most tests do.
+# Loading plugins would take pytest longer than most tests take.
 SETTINGS = {"HYBRID_CONFORMANCE": "trial", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-_RESULTS: dict[int, Result] = {0: "passed", 1: "failed"}  # pytest's exit codes; others: nothing ran, or not to its end
+_RESULTS: dict[int, Result] = {
+    0: "passed",
+    1: "failed",
+}  # pytest's exit codes; other codes: no test ran, or not to its end
 
 Result = Literal["passed", "failed", "broken", "hung"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`broken`: no test ran, as where the module cannot be imported. `said`: the end of what pytest printed."""
+    """`broken`: no test ran, as where the module cannot be imported. `said`: the end of pytest's output."""
 
     result: Result
     said: str
@@ -63,7 +65,7 @@ def prepare() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # no collection in a trial looks at them again
+    gc.freeze()  # collections in a trial do not scan them again
 
 
 def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit: float = 60.0) -> Outcome:
@@ -87,10 +89,10 @@ def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit:
 
 
 def _child(tests: Sequence[str], path: Path | None, text: str, out: int) -> None:
-    """Never returns: whatever happens, the process ends here."""
+    """Never returns: the process always ends here."""
     code = 70
     try:
-        os.setsid()  # what the tests start ends with them
+        os.setsid()  # processes that the tests start end with this one
         os.environ.update(SETTINGS)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -98,8 +100,7 @@ def _child(tests: Sequence[str], path: Path | None, text: str, out: int) -> None
             sys.meta_path.insert(0, _Replaced(path, text))
         import pytest
 
-        # plain: what explains a failed assertion takes minutes for two files that differ, where CI is set in the
-        # environment
+        # plain: with CI set in the environment, pytest takes minutes to explain a failed comparison of two files
         options = [
             "-x",
             "-q",
@@ -132,7 +133,7 @@ def _wait(pid: int, limit: float) -> int | None:
 
 
 class _Text(SourceFileLoader):
-    """A module from text, under the name and the path of the file that it stands for."""
+    """A module from text, under the name and the path of the replaced file."""
 
     def __init__(self, name: str, path: str, text: str) -> None:
         super().__init__(name, path)
@@ -143,7 +144,7 @@ class _Text(SourceFileLoader):
 
 
 class _Replaced(importlib.abc.MetaPathFinder):
-    """Finds one module of the project, and serves other text for it."""
+    """Import finder that serves other text for one module of the project."""
 
     def __init__(self, path: Path, text: str) -> None:
         parts = path.relative_to(ROOT).with_suffix("").parts

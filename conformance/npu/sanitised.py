@@ -1,8 +1,8 @@
-"""Every tile kernel once, compiled with sanitisers: run by test_npu_kernels.py in a process that has their runtimes
-loaded.
+"""Run every tile kernel once, compiled with sanitisers: started by test_npu_kernels.py in a process that has loaded
+their runtimes.
 
-Prints `caught` when a read one vector beyond an array is seen (in a child process: it ends there), then each kernel's
-name.
+Prints `caught` when a read one vector beyond an array is detected (in a child process, which it ends), then each
+kernel's name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ libc = ctypes.CDLL(None)
 
 
 def exact_buffer(shape: int | tuple[int, ...], dtype: Any, fill: Any = 0) -> np.ndarray:
-    """As kernels.npu.compile.buffer, but its last byte is the last of an allocation. Never freed: the process is
-    short."""
+    """As kernels.npu.compile.buffer, but ending at the end of an allocation. Never freed: the process is short."""
     dtype, pointer = np.dtype(dtype), ctypes.c_void_p()
     size = int(np.prod(shape)) * dtype.itemsize
     if libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) or pointer.value is None:
@@ -41,7 +40,7 @@ def sees_overflow() -> bool:
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         k = npu.kernel("exp2_bf16", options=npu.SANITISE, SIZE=64)
-        k._sizes["x"] = 32  # half of what the kernel will read
+        k._sizes["x"] = 32  # half of the kernel's input
         k(exact_buffer(32, np.uint16), exact_buffer(64, np.uint16))
         os._exit(0)
     return os.waitpid(child, 0)[1] != 0

@@ -1,5 +1,4 @@
-"""A run that was started and a plan that was submitted to the NPU go on by themselves: states on the way, order,
-errors."""
+"""A started run and a submitted plan on the NPU progress by themselves: states, order, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _bound(folder: Path, seed: int = 0) -> tuple[Any, Any, Any, np.ndarray]:
-    """(context, run, its output buffer, what that will hold): arguments set by hand, not started. The context comes
+    """(context, run, its output buffer, the expected output): arguments set by hand, not started. The context comes
     first, so that it is dropped last."""
     device, context, kernel = _opened(folder)
     flags, up = xrt_sim.bo.flags, xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE
@@ -53,18 +52,18 @@ def _bound(folder: Path, seed: int = 0) -> tuple[Any, Any, Any, np.ndarray]:
     return context, one, buffer, expected
 
 
-def test_a_started_run_goes_on_by_itself(folder: Path) -> None:
-    """start returns at once, state follows the machine, wait with a timeout says how far it is, and a run that is under
-    way cannot be started again."""
+def test_a_started_run_progresses_by_itself(folder: Path) -> None:
+    """start returns at once, state shows the machine's progress, wait with a timeout returns the state, and a running
+    run cannot be started again."""
     states, down = xrt_sim.ert_cmd_state, xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE
     _context, one, out, expected = _bound(folder)
     assert one.state() == one.wait() == states.ERT_CMD_STATE_NEW
-    with xrt_sim._computing:  # the machine is busy with another's run
+    with xrt_sim._computing:  # the machine is busy with another run
         one.start()
         assert one.wait(1) in (states.ERT_CMD_STATE_QUEUED, states.ERT_CMD_STATE_SUBMITTED)
         with pytest.raises(RuntimeError, match="can't launch"):
             one.start()
-    one._done.wait()  # nobody called wait: it has run
+    one._done.wait()  # without a wait: it has run
     assert one.state() == states.ERT_CMD_STATE_COMPLETED
     out.sync(down)
     assert (np.frombuffer(out.map(), np.int32).reshape(expected.shape) == expected).all()
@@ -73,7 +72,7 @@ def test_a_started_run_goes_on_by_itself(folder: Path) -> None:
 
 
 def test_runs_of_one_device_end_in_the_order_of_their_starts(folder: Path) -> None:
-    """Also behind one that fails: its context is broken, and what was started in it is given up."""
+    """Also after one that fails: its context is broken, and runs started in it are aborted."""
     states = xrt_sim.ert_cmd_state
     _context, one, _, _ = _bound(folder)
     more = [xrt_sim.run(one._kernel) for _ in range(2)]
@@ -97,7 +96,7 @@ def test_a_device_that_vanished_takes_no_run(folder: Path) -> None:
             again()
 
 
-# --- the device: submitted plans are the worker's
+# --- the device: a worker runs submitted plans
 
 
 def _rows_plan(device: NpuDevice) -> tuple[Any, np.ndarray]:
@@ -120,8 +119,8 @@ def _rows_plan(device: NpuDevice) -> tuple[Any, np.ndarray]:
     return device.compile(Plan("p", 16, 1, (step,), decls)), x.astype(np.int64) @ w.T.astype(np.int64)
 
 
-def test_submitting_returns_and_what_follows_keeps_its_order() -> None:
-    """Writes between passes wait for those before them, results for their pass, and errors come to whoever waits."""
+def test_submitting_returns_at_once_and_later_calls_keep_order() -> None:
+    """Writes between passes wait for earlier passes, results for their pass, and wait() raises errors."""
     with NpuDevice("sim") as device:
         program, expected = _rows_plan(device)
         device.wait(program.submit())

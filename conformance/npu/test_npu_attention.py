@@ -1,5 +1,4 @@
-"""Attention designs compute the key tiles that somebody sees, and no other: counted in the interpreter against the
-positions."""
+"""Attention designs compute exactly the visible key tiles: counted in the interpreter against the positions."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ SCORES = {"attention": "attention_stream_tile", "attention_i8": "attention_i8_st
 
 
 class Direct:
-    """Runs jobs in the interpreter, with no host between, and keeps what was counted. `change`: of each design."""
+    """Runs jobs in the interpreter, without a host, and keeps the counts. `change`: of each design."""
 
     def __init__(self, change: Callable[[Design], Design | Lowered] = lambda design: design) -> None:
         self.change = change
@@ -69,7 +68,7 @@ def inputs(rows: int, start: int, heads: int, kv_heads: int, d: int, window: int
 
 
 def visible(positions: np.ndarray, window: int, lk: int, most: int) -> int:
-    """Key tiles that hold a position which some row of their query tile sees, position by position."""
+    """Key tiles with a position that some row of their query tile sees, position by position."""
     count = 0
     for i in range(0, len(positions), most):
         keys = {k for p in positions[i : i + most] for k in range(max(0, p - window + 1) if window else 0, p + 1)}
@@ -114,7 +113,7 @@ def _counted(exchange: dict[int, int]) -> Callable[[Design], Design]:
 
 
 def _moved(fifo: str, objects: int) -> Callable[[Design], Design]:
-    """The tasks that feed a fifo begin some objects later; the last of them ends where it did."""
+    """The tasks that feed a fifo begin some objects later; the last of them ends at the same place."""
 
     def change(design: Design) -> Design:
         step = objects * design.fifo(fifo).array.size
@@ -131,14 +130,14 @@ def _moved(fifo: str, objects: int) -> Callable[[Design], Design]:
 
 
 def _dealt(design: Design) -> Design:
-    """Two cores take each other's queries, and give their results where they did."""
+    """Two cores swap their queries, and write their results to the original places."""
     names = {"q0_0": "q0_1", "q0_1": "q0_0"}
     exchanged = (tuple((f, replace(b, name=names.get(b.name, b.name))) for f, b in w.binds) for w in design.workers)
     return replace(design, workers=tuple(replace(w, binds=b) for w, b in zip(design.workers, exchanged, strict=True)))
 
 
 def _early(design: Design) -> Lowered:
-    """A lock that says that a tile of keys is there before it is."""
+    """A lock is released before its tile of keys has arrived."""
     low = lower(design)
     low.locks["kv0@0.2.full"] = replace(low.locks["kv0@0.2.full"], init=1)
     return low
@@ -174,14 +173,14 @@ def test_causal_prefill_computes_half_the_square() -> None:
 
 
 def test_hidden_key_tiles_are_not_sent_either() -> None:
-    """Left of a window nothing is sent, nor more than a power of two of key tiles to the right; to a prompt's first
-    rows, nothing behind them."""
+    """No tile left of a window is sent, and at most a power of two of key tiles; to a prompt's first rows, none after
+    them."""
     npu = Direct()
     OPS["attention"](npu, **inputs(256, 1000, 2, 2, 16, 64))
     design, counts = npu.designs[0], npu.counts[0]
     facts = design.facts
     query, key = facts["LQ"] * 16 * 2 + 64, facts["LK"] * 16 * 4
-    assert (facts["tiles"], facts["blocks"]) == (64, 2)  # room for 1264 positions, which is all of the table
+    assert (facts["tiles"], facts["blocks"]) == (64, 2)  # space for 1264 positions, which is all of the table
     for sent, read in (
         (2 * 16, counts.ddr_read),
         (4 + 8, _first_rows(npu)),
@@ -203,8 +202,8 @@ def _first_rows(npu: Direct) -> int:
     d=st.sampled_from([16, 128, 256]),
 )
 def test_a_plan_covers_what_is_seen(starts: list[int], length: int, window: int, group: int, d: int) -> None:
-    """Of any rows of a sequence: each query tile's stretch is exactly what its rows see, each block's span holds the
-    stretches of its four, and the three numbers that ride behind a query tile add up to what is sent."""
+    """For any rows of a sequence: each query tile's range is exactly what its rows see, each block's span contains the
+    ranges of its four tiles, and the three numbers appended to a query tile add up to the sent tiles."""
     positions = np.unique(np.concatenate([np.arange(s, s + length) for s in starts]))
     shape = shape_of(2, group, d)
     p = plan(np.arange(len(positions)), positions, window, shape)
@@ -240,7 +239,7 @@ def test_one_fabric_serves_every_length_and_position() -> None:
 
 
 def run(design: Design, a: Attention, words: Sequence[int]) -> Counts:
-    """The design on zeros, every query tile with the same header."""
+    """Run the design on zeros, every query tile with the same header."""
     memory = {n: np.zeros(x.size, DTYPES[x.dtype]) for n, x in design.arguments}
     tiles = memory["q"].view(np.uint8).reshape(-1, a.query_bytes)
     tiles[:, -64:].view(np.int32)[:, :7] = words
@@ -248,7 +247,7 @@ def run(design: Design, a: Attention, words: Sequence[int]) -> Counts:
 
 
 @pytest.mark.parametrize("name", ["small.attention", "small.attention.i8"])
-def test_loops_count_to_what_rides_behind_the_queries(name: str) -> None:
+def test_loops_count_to_the_numbers_after_the_queries(name: str) -> None:
     design = shipped()[name]()
     a = Attention(2, 1, 2, 32, 32, 32, 2, 2, "i8" if name.endswith("i8") else "bf16")
     kernel = SCORES["attention_i8" if name.endswith("i8") else "attention"]

@@ -1,5 +1,4 @@
-"""Artefacts belong to the sources that they were built from, and the build says what it lacks, or drives the real
-tools."""
+"""Artefacts match the sources that they were built from; the build reports missing tools, or drives the real ones."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def test_artefacts_of_other_sources_are_refused(tmp_path: Path) -> None:
 
 def test_the_digest_covers_kernels_headers_and_data(monkeypatch: pytest.MonkeyPatch) -> None:
     design, first = gemm_i8(G), fabric_digest(gemm_i8(G))
-    assert fabric_digest(gemm_i8(replace(G, M=128))) == first  # another stream of the same fabric
+    assert fabric_digest(gemm_i8(replace(G, M=128))) == first  # another instruction stream of the same fabric
     assert fabric_digest(gemm_i8(replace(G, K=96))) != first
     monkeypatch.setattr("hybrid.kernels.npu.objects.host.digest", lambda name, **_: f"changed {name}")
     assert fabric_digest(design) != first
@@ -86,7 +85,7 @@ def test_the_build_says_what_is_missing(
 
 
 def _wheels(site: Path) -> Path:
-    """Folders as the wheels mlir_aie and llvm-aie lay them: the package two folders down, headers in two more."""
+    """Folders laid out as the wheels mlir_aie and llvm-aie: the package two folders down, headers in two more."""
     root = site / "mlir_aie"
     for file in (
         "python/aie/__init__.py",
@@ -128,7 +127,8 @@ def test_the_tools_are_found_where_the_wheels_put_them(tmp_path: Path, monkeypat
 
 
 def test_frames_are_added_up() -> None:
-    """An entry point's own frame and those of what may not have been inlined; other entry points are not under it."""
+    """An entry point's own frame and those of functions that may not have been inlined; other entry points are not its
+    callees."""
     text = "softmax.h:88:13:softmax_rows\t640\tstatic\na.cc:3:6:tile\t1600\tstatic\na.cc:9:6:start\t96\tstatic\n"
     assert build.frame_bytes(text, ["tile", "start", "finish"]) == {"tile": 2240, "start": 736}
     with pytest.raises(RuntimeError, match="no bound"):

@@ -1,4 +1,4 @@
-"""The capture command, on the simulator: what it writes it can compare, and a changed output is found."""
+"""The capture command, on the simulator: a capture compares equal, and a changed output is detected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The resource check: one design beyond each limit, the failures that real designs had, and the shipped designs within
-all."""
+"""The resource check: one design beyond each limit, the failures of real designs, and the shipped designs within all
+limits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def through(
 
 
 def through_mem(array: Array = OBJECT, dims: tuple[tuple[int, int], ...] = (), depth: int = 2, fan: int = 1) -> Design:
-    """`fan` parallel ways shim -> mem -> shim through one mem tile, two at a shim tile."""
+    """`fan` parallel paths shim -> mem -> shim through one mem tile, two at a shim tile."""
     fifos: list[Fifo] = []
     links, steps = [], list[Move | Finish]()
     for i in range(fan):
@@ -114,7 +114,7 @@ def many(count: int) -> tuple[Move | Finish, ...]:
 
 
 def taking(fifos: int) -> Design:
-    """One core that takes from that many fifos and sends into as many."""
+    """One core that reads so many fifos and writes as many."""
     base, names = through(), [f"{way}{i}" for i in range(fifos) for way in "xy"]
     linear = ((1, 1, 1, OBJECT.size), (0, 0, 0, 1), 0)
     steps: list[Move | Finish] = [
@@ -137,7 +137,7 @@ def taking(fifos: int) -> Design:
 
 
 def sent_again(times: int, depth: int = 1, parts: int = 1) -> Design:
-    """An object that a mem tile sends that often, each time as `parts` smaller ones."""
+    """An object that a mem tile sends repeatedly, each time as `parts` smaller ones."""
     base = through_mem(depth=depth)
     part = Array("i32", (OBJECT.size // parts,))
     drain = replace(next(base.moves()), sizes=(1, 1, 1, max(1, times) * OBJECT.size))
@@ -226,7 +226,7 @@ def test_a_design_beyond_a_limit_is_refused(name: str) -> None:
     assert limit in found, found
 
 
-# Limits of the sheet that no design can be beyond, and why.
+# Limits of the sheet that no design can exceed, and why.
 ELSEWHERE = {
     "core.program_bytes": "the build measures the object files",
     "mem.banks": "buffers may straddle them",
@@ -250,7 +250,7 @@ def test_every_limit_of_the_sheet_has_a_design_beyond_it() -> None:
     assert covered | set(ELSEWHERE) == listed and not covered & set(ELSEWHERE)
 
 
-def test_what_is_within_all_limits_is_not_refused() -> None:
+def test_designs_within_all_limits_are_not_refused() -> None:
     assert check(taking(2)).violations == []
     assert check(through()).violations == []
     assert check(through_mem(fan=4)).violations == []
@@ -261,7 +261,7 @@ def test_what_is_within_all_limits_is_not_refused() -> None:
 
 @pytest.mark.parametrize("key", ["core", "mem", "shim"])
 def test_every_number_comes_from_the_sheet(key: str) -> None:
-    """A limit lowered in the sheet is the limit that is enforced."""
+    """A limit lowered in the sheet is enforced."""
     npu = npu_limits()
     tile = getattr(npu, key)
     fewer = tile.model_copy(update={"bds": tile.bds.model_copy(update={"value": 1})})

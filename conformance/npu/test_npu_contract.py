@@ -1,7 +1,8 @@
-"""What a tile kernel promises beyond what operations ask of it, and mutants that break only that.
+"""Guarantees of a tile kernel that operations do not test, and mutants that break only those.
 
-Operations never give a key tile with fewer positions than its rows' own, judge results within a bound, and fill sums
-from zero: so k_len, the integer maximum and the saturation mode are proved here, on the kernel itself."""
+Operations never give a key tile with fewer positions than its rows' own, judge results within a bound, and start sums
+at zero. So k_len, the integer maximum and the saturation mode are proved here, on the kernel itself.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _tile(source: Path | None, q_pos: int, k_len: int, junk: float, seed: int) -
 
 
 def prove_k_len(source: Path | None = None) -> None:
-    """Rows at positions beyond k_len see the k_len keys that there are, and none of what lies behind them."""
+    """Rows at positions beyond k_len see only the k_len valid keys."""
     for k_len in (5, 8, 13):
         plain, junk = (_tile(source, 20, k_len, value, k_len)[0] for value in (0.0, 48.0))
         assert (plain == junk).all(), k_len
@@ -70,7 +71,7 @@ def prove_maximum(source: Path | None = None) -> None:
 
 
 def prove_sums(source: Path | None = None) -> None:
-    """Sums in int32 leave as they are, the lowest too, in whatever mode a kernel before left the tile."""
+    """int32 sums are stored unchanged, the lowest too, in whatever mode an earlier kernel left the tile."""
     k = npu.kernel("gemm_i8", source=source, DIM_M=8, DIM_K=8, DIM_N=16)
     a, b = npu.buffer(64, np.int8), npu.buffer(128, np.int8)
     for mode in ("none", "saturate", "symmetric"):
@@ -129,7 +130,7 @@ def _changed(folder: Path, kernel: str, file: str, find: str, becomes: str) -> P
 
 @pytest.mark.parametrize(
     "name", [name for name in MUTANTS if LONG or name != "k_len ignored"]
-)  # one key too many is less
+)  # one key too many counts less
 def test_a_mutant_that_breaks_it_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     of, *change = MUTANTS[name]
@@ -147,7 +148,7 @@ def test_a_clamp_of_exp2_at_126_and_a_half_is_equivalent(tmp_path: Path, monkeyp
 @pytest.mark.usefixtures("sim_machine")
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_an_output_that_is_written_in_part_is_found(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that completes and leaves either end of its output as it was: both stamps are looked at."""
+    """A run that completes and leaves either end of its output unwritten: both stamps are checked."""
     g = Gemm(64, 64, 32, 16, 32, 16, 1)
     build_sim(gemm_i8(g), tmp_path)
     whole = xrt_sim.Interpreter.run

@@ -1,4 +1,4 @@
-"""The cycle model against what others have published: three measurements fit it, the rest are predictions."""
+"""The cycle model against published measurements: three are fitted, the rest are predictions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_three_measurements_are_fitted_and_stand_in_the_sheets() -> None:
             assert getattr(rates("hawk-point-npu"), name).value == getattr(rates(), name).value
 
 
-def test_what_was_held_out_is_predicted_within_a_quarter() -> None:
+def test_held_out_measurements_are_predicted_within_a_quarter() -> None:
     held = [row for row in rows() if not row.fitted]
     assert (
         len(held) >= 2
@@ -76,13 +76,13 @@ def test_every_output_says_that_it_is_modelled(capsys: pytest.CaptureFixture[str
 
 
 def test_decode_stays_on_the_gpu() -> None:
-    """The plain answer for batch 1: the NPU reads more bytes, at a lower rate, with a dearer dispatch."""
+    """At batch 1 the NPU reads more bytes, at a lower rate, with a slower dispatch."""
     assert all(p.best == "gpu" for p in placement() if p.phase == "decode")
 
 
 def test_attention_is_priced_by_the_key_tiles_that_are_seen() -> None:
     """27B's causal prefill of 512: 272 of 512 tiles of a head (each 16 positions of queries see one key tile more every
-    second time); behind a window the work does not grow with the position."""
+    second time); with a window the work does not grow with the position."""
     r = rates()
     whole = npu_attention.work(16, 2, 128, 512, 0, 0, "bf16", r)
     assert whole.tiles == 16 * 272 and whole.square == 16 * 512
@@ -90,9 +90,9 @@ def test_attention_is_priced_by_the_key_tiles_that_are_seen() -> None:
     assert near == replace(far, square=near.square) and far.square > 3 * near.square
 
 
-def test_int8_scores_leave_room_for_a_second_key_tile() -> None:
-    """What keys in int8 save is memory first: the next tile arrives while this one is computed. At the rate at which
-    the open compiler fills bundles that is a quarter of the time; were they full, it would be half."""
+def test_int8_scores_leave_space_for_a_second_key_tile() -> None:
+    """int8 keys mainly save memory: the next tile arrives while this one is computed. At the rate at which the open
+    compiler fills bundles that saves a quarter of the time; with full bundles, half."""
     r = rates()
     for heads, group, d in ((16, 2, 128), (2, 4, 256)):
         plain, coded = (npu_attention.work(heads, group, d, 512, 0, 0, s, r) for s in ("bf16", "i8"))
@@ -113,14 +113,14 @@ def test_peaks_follow_from_the_rates(name: str) -> None:
 
 @pytest.mark.slow
 def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
-    """By hand where it can be done by hand; for every shape between the larger share and the sum."""
+    """By hand where possible; for every shape between the larger share and the sum."""
     one = (("gpu", 1.0), ("npu", 1.0))
     assert makespan([one], 2) == makespan([one], 1) == 2.0
     assert makespan([one] * 4, 1) == 8.0 and makespan([one] * 4, 2) == 5.0, (
         "the first and the last second of one device alone"
     )
     uneven = (("gpu", 1.0), ("npu", 3.0), ("gpu", 1.0))
-    assert makespan([uneven] * 10, 2) == 1.0 + 10 * 3.0 + 1.0, "the NPU never waits but for the first"
+    assert makespan([uneven] * 10, 2) == 1.0 + 10 * 3.0 + 1.0, "the NPU waits only for the first"
     assert makespan([uneven] * 2, 1) == 10.0
     for g in (
         gain(model, chunks, parts=parts) for model in ("27b", "e2b") for chunks in (1, 2, 8) for parts in WAYS[1:4]
@@ -133,7 +133,7 @@ def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
 
 @pytest.mark.slow
 def test_the_host_is_in_the_gain_and_named() -> None:
-    """With and without it, and whose time it is; between the rows that were measured it is a line."""
+    """With and without the host's time, and whose time dominates; linear between the measured rows."""
     for model, parts in ((m, p) for m in MODELS for p in WAYS):
         bare, whole = (gain(model, 2, parts=parts, host=h) for h in (False, True))
         assert bare.gpu_alone == whole.gpu_alone and bare.in_turn < whole.in_turn and bare.npu < whole.npu
@@ -147,8 +147,7 @@ def test_the_host_is_in_the_gain_and_named() -> None:
 
 
 def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> None:
-    """qkv and gate_up share their K, so their fabric: of four products in a row each comes after another one all the
-    same."""
+    """qkv and gate_up share their K, so their fabric; still, each of four consecutive products uses another fabric."""
     r = rates()
     product = Product((64, 128, 64), (512, 21504, 5376), issue=0.8)
     assert on_npu("down", "27b", 512) == run_times(product, r).total > run_times(product, r, chained=True).total
@@ -160,8 +159,8 @@ def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> No
 
 @pytest.mark.slow
 def test_shipped_schedules_use_placements_that_gain() -> None:
-    """Every shipped schedule with steps on the NPU is one of the ways that are modelled, and 27B gains by it, the
-    host's work in it; the ways that are not shipped do not, or gain less."""
+    """Every shipped schedule with steps on the NPU is modelled, and 27B gains by it, host work included; placements
+    that are not shipped do not, or gain less."""
     names = {"blk.{l}.ffn_down (prefill)": "down"}
     found = {}
     for path in SCHEDULES.glob("*.toml"):
@@ -174,7 +173,7 @@ def test_shipped_schedules_use_placements_that_gain() -> None:
     assert "e2b: nothing is gained" in pipeline_table()
 
 
-def test_what_the_predictions_rest_on_is_said() -> None:
+def test_the_assumptions_of_predictions_are_listed() -> None:
     text = residuals()
     assert "16 of the 19 are tables of one paper" in text and "The other 3 take their issue rate as an input" in text
     assert "No product of this project's shapes has been measured" in text and "0.8 for int8" in text

@@ -1,5 +1,5 @@
-"""Designs run: every kind in the interpreter against NumPy, depth, locks and bounds as the hardware would judge them,
-IRON source that reads back as the design, and mutations that must all be seen."""
+"""Run designs: every kind in the interpreter against NumPy; depth, locks and bounds as on the hardware; IRON source
+that parses back to the design; and mutations that must all be detected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_product_is_exact_on_any_number_of_columns(columns: int) -> None:
 
 
 def test_rows_that_go_out_more_often_than_a_task_repeats() -> None:
-    """200 blocks of columns on one column: a row block goes out in four tasks, all that a channel's queue holds."""
+    """200 blocks of columns on one column: a row block is sent in four tasks, as many as a channel's queue holds."""
     g = Gemm(128, 32, 200 * 16, 16, 32, 16, 1)
     design = gemm_i8(g)
     assert [m.sizes[0] for m in design.moves() if m.fifo == "a_in0"] == 2 * [64, 64, 64, 8] and check(
@@ -86,9 +86,9 @@ def test_rows_that_a_mem_tile_sends_again() -> None:
 @pytest.mark.parametrize(
     "name", [f"{m}.gate_up.{w}" for m in ("27b", "e2b", "4b", "12b") for w in ("i8", "q4_0", "q8_0")]
 )
-def test_the_widest_matrices_keep_repeats_and_queues(name: str) -> None:
-    """Every model's gate_up at 512 rows, as the operations choose its design: in one task of a row block, four at once
-    at most."""
+def test_the_largest_matrices_keep_repeats_and_queues(name: str) -> None:
+    """Every model's gate_up at 512 rows, with the design that the operations select: one task of a row block, at most
+    four at once."""
     model, _, kind = name.split(".")
     hidden, ffn = {"27b": (5376, 21504), "12b": (3840, 15360), "4b": (2560, 10240), "e2b": (2048, 8192)}[model]
     g = choose(512, hidden, 2 * ffn, kind, "i32" if kind == "i8" else "f32")  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_results_are_requantised_with_ties_to_even() -> None:
     assert (product(g, gemm_i8(g)) == np.clip(np.rint(wanted(g) / 2.0**10), -128, 127)).all()
 
 
-def test_a_fabric_goes_on_from_where_the_last_run_left_it() -> None:
+def test_a_fabric_keeps_its_state_between_runs() -> None:
     """Rings and locks keep their state between runs; another sequence of the same fabric runs other sizes."""
     small, large = replace(G, M=64), replace(G, M=192)
     fabric = Interpreter(gemm_i8(small), on_this_computer(gemm_i8(small)))
@@ -125,7 +125,7 @@ def test_nothing_depends_on_what_memory_held() -> None:
     assert (results[0] == results[1]).all()
 
 
-def test_what_moves_is_counted() -> None:
+def test_transfers_are_counted() -> None:
     design = gemm_i8(G)
     memory = {
         "A": codes(1, G.M, G.K).reshape(-1),
@@ -147,15 +147,17 @@ def with_fifo(design: Design, name: str, **changes: Any) -> Design:
 
 
 def test_a_depth_too_small_deadlocks() -> None:
-    """Attention takes keys and values together: a fifo of one object never holds both. The check says so; so does a
-    run."""
+    """Attention takes keys and values together: a fifo of one object never holds both. The check and a run both report
+    it."""
     design = shipped()["small.attention"]()
     shallow = design
     for col in range(design.columns):
         shallow = with_fifo(shallow, f"kv{col}", depth=1)
     assert any("waits for itself" in v.text for v in check(shallow).violations)
     memory = {n: np.zeros(a.size, DTYPES[a.dtype]) for n, a in design.arguments}
-    memory["q"].reshape(-1, design.fifo("q0_0").array.size)[:, -32:].view(np.int32)[:, 4] = 2  # both key tiles are seen
+    memory["q"].reshape(-1, design.fifo("q0_0").array.size)[:, -32:].view(np.int32)[:, 4] = (
+        2  # both key tiles are visible
+    )
     with pytest.raises(Deadlock, match="kv0"):
         Interpreter(shallow, on_this_computer(design)).run(memory)
 
@@ -241,19 +243,19 @@ def _shim_stride(design: Design) -> Design:
 def _lock(design: Design) -> Lowered:
     low = lower(design)
     lock = low.locks["c0_0@0.2.full"]
-    low.locks["c0_0@0.2.full"] = replace(lock, init=1)  # a result is sent before it is made
+    low.locks["c0_0@0.2.full"] = replace(lock, init=1)  # a result is sent before it is computed
     return low
 
 
 def _sync(design: Design) -> Design:
-    """The core gives C back before the second step over K."""
+    """The core releases C before the second step over K."""
     core = design.cores[0]
     body = tuple(replace(s, count=1) if isinstance(s, Loop) else s for s in core.body)
     return replace(design, cores=(replace(core, body=body),))
 
 
 def _swap(design: Design) -> Design:
-    """Rows 0 and 1 of cores take each other's A."""
+    """Rows 0 and 1 of cores swap their A."""
 
     def swapped(w: Any) -> Any:
         names = {"a0": "a1", "a1": "a0"}
@@ -317,8 +319,7 @@ MUTATIONS: dict[str, Callable[[Design], Design | Lowered]] = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_mutation_of_a_design_is_seen(name: str) -> None:
-    """A changed design gives another result, or deadlocks, or faults: what makes conformance pass is what was
-    written."""
+    """A changed design gives another result, or deadlocks, or faults."""
     try:
         result = product(G, MUTATIONS[name](gemm_i8(G)))
     except (Deadlock, NpuFault, TypeError, ValueError):
@@ -365,14 +366,14 @@ def test_a_wrong_entry_of_the_exponential_table_is_seen(tmp_path: Path) -> None:
 
 
 def _sorted(design: Design) -> Design:
-    """Fifos have no order: a link's parts are written where the link is."""
+    """Fifos have no order: a link's parts are written at the link."""
     return replace(design, fifos=tuple(sorted(design.fifos, key=lambda f: f.name)))
 
 
 @pytest.mark.parametrize("name", list(shipped())[:: 1 if LONG else 2])
 def test_emitted_programs_read_back_as_the_design(name: str) -> None:
-    """27B and E2B shapes among them: every call exists in the release, and the text says what the data says. In the
-    short profile every second design."""
+    """27B and E2B shapes among them: every call exists in the release, and the text equals the data. In the short
+    profile every second design."""
     design = shipped()[name]()
     source = emit(design)
     assert check_program(source) > 3 * len(design.workers)
@@ -395,7 +396,7 @@ def test_the_emitter_prints_a_program(capsys: pytest.CaptureFixture[str]) -> Non
     assert emitter_main(["27b.down.i8"]) == 0
     printed = capsys.readouterr().out
     assert "Program(NPU1(), rt, workers=[worker_0_2, " in printed and printed.endswith(".resolve_program())\n")
-    for gone in ("placement", "placers", "rt.fill", "rt.drain", "rt.start", "task_group"):  # what 1.4.0 removed
+    for gone in ("placement", "placers", "rt.fill", "rt.drain", "rt.start", "task_group"):  # removed in 1.4.0
         assert gone not in printed
     assert emitter_main(["nothing"]) == 1
 
@@ -415,7 +416,7 @@ def test_sizes_that_fit_no_tile_are_refused() -> None:
 
 
 def test_groups_are_finished_in_order() -> None:
-    """Two groups of tasks are under way, never three: a shim tile has sixteen descriptors."""
+    """Two groups of tasks are in flight, never three: a shim tile has sixteen descriptors."""
     design = gemm_i8(replace(G, M=64 * 7))
     live, most = set(), 0
     for step in design.sequence:

@@ -1,4 +1,4 @@
-"""Whatever fails on the NPU ends in the schedule's fallback: the text is whole, and one line says why."""
+"""Every failure on the NPU ends in the schedule's fallback: the text is complete, and one line says why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hybrid.kernels.npu.iron import IronError
 from hybrid.kernels.npu.needed import designs
 from hybrid.kernels.npu.xrt import NpuUnavailable, open_host
 
-FILE = demo(layers=BOTH)  # what is tried is the same in each layer
+FILE = demo(layers=BOTH)  # the same calls in each layer
 PROMPT, CTX = "def read_file(path):", 64
 
 pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]
@@ -56,7 +56,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
-    with load() as model:  # no pyxrt: the main device alone
+    with load() as model:  # no pyxrt: only the main device
         assert model.device == "cpu" and len(model.passed_over) == 1
         return text(model)
 
@@ -83,7 +83,7 @@ def said(model: hybrid.Model) -> str:
 
 
 def test_a_driver_and_no_toolchain_is_the_whole_text_and_one_line(tmp_path: Path) -> None:
-    """The commonest machine: XRT is there, no design was ever built, and nothing could build one."""
+    """The most common machine: XRT is installed, no design was ever built, and no compiler could build one."""
     command = [sys.executable, "-m", "hybrid.generate", str(FILE), "--schedule", "gemma3-hybrid", "--device", "cpu"]
     command += ["--ctx", str(CTX), "--prompt", PROMPT, "--max-tokens", "8", "--ignore-eos"]
     path = os.pathsep.join([str(folder_of(tmp_path)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -95,11 +95,11 @@ def test_a_driver_and_no_toolchain_is_the_whole_text_and_one_line(tmp_path: Path
     lines = done.stderr.splitlines()
     assert len(lines) == 2 and "generated 8" in lines[0] and "(fallback)" in lines[0], done.stderr
     assert lines[1].startswith("passed over: npu: ") and "are not built" in lines[1] and "kernels.npu.build" in lines[1]
-    assert not list(tmp_path.rglob("*.xclbin")), "nothing was built on the way"
+    assert not list(tmp_path.rglob("*.xclbin")), "no design was built"
 
 
 def test_with_its_designs_the_standin_runs(cache: Path, plain: list[int]) -> None:
-    """So that the tests below fail for the reason that they are about. What runs is the simulator's."""
+    """Precondition of the tests below. The simulator runs the designs."""
     with installed(standin()), load() as model:
         assert NAME in model.device and not model.passed_over
         assert len(text(model)) == len(plain) and not model.engine.device.failures
@@ -127,8 +127,7 @@ def test_one_missing_stream_is_found_before_the_first_pass(cache: Path, plain: l
 def test_an_old_binding_has_single_runs_or_is_refused(
     cache: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """pyxrt has runlists from XRT 2.20 on. Without, jobs go one by one; without what nothing works without, the
-    fallback."""
+    """pyxrt has runlists from XRT 2.20 on. Without them, jobs run one by one; without required calls, the fallback."""
     (tmp_path / "version.json").write_text(json.dumps({"BUILD_VERSION": "2.18.0"}))
     monkeypatch.setenv("XILINX_XRT", str(tmp_path))
     with installed(standin("runlist")), load(ATTENTION, slots=2) as model:
@@ -200,7 +199,7 @@ ERRORS = (
     OSError("pages"),
 )
 PLACES = ("host", "enqueue", "compile", "adopt", "reserve")
-# Every error somewhere and every place with some, but in the long profile all of both.
+# Every error somewhere and every place with some error; in the long profile all combinations.
 RAISED = [(e, w) for i, e in enumerate(ERRORS) for j, w in enumerate(PLACES) if LONG or i % len(PLACES) == j]
 
 
@@ -248,7 +247,7 @@ def test_without_a_fallback_every_error_is_one_of_the_run() -> None:
             text(model)
 
 
-def test_what_does_not_fit_the_budget_is_refused_before_the_first_pass(
+def test_buffers_over_the_budget_are_refused_before_the_first_pass(
     monkeypatch: pytest.MonkeyPatch, plain: list[int]
 ) -> None:
     usual = NpuDevice.__init__
@@ -287,7 +286,7 @@ def test_the_build_lists_what_a_model_needs(capsys: pytest.CaptureFixture[str], 
     assert build_main(["--for", str(FILE), "--ctx", str(CTX), "--sim"]) == 0
 
 
-def test_whatever_a_library_raises_while_it_loads_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_any_error_of_loading_a_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "pyxrt.py").write_text("raise SystemError('built for another CPython')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(NpuUnavailable, match="SystemError: built for another"):

@@ -1,5 +1,4 @@
-"""The headers command, on a made-up aie_api: intrinsics that nobody declared are found, a kernel's own mistakes are
-shown."""
+"""The headers command, on a made-up aie_api: undeclared intrinsics are found, a kernel's own errors are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's side: pyxrt's call sequence against the simulator, and every way in which a run can fail."""
+"""The host's side: pyxrt's call sequence against the simulator, and every failure of a run."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_more_fabrics_than_contexts_drop_the_whole_cache(folder: Path) -> None:
 
 
 def test_instructions_share_a_heap(folder: Path) -> None:
-    """The driver's heap for a device is 64 MiB; what is dropped is free again. Data buffers are the host's memory."""
+    """The driver's heap for a device is 64 MiB; dropped instructions are freed. Data buffers are the host's memory."""
     device, flags = xrt_sim.device(0), xrt_sim.bo.flags
     whole = npu_limits().heap_bytes.value
-    gc.collect()  # what other tests dropped; what devices of theirs still hold stays
+    gc.collect()  # dropped by other tests; buffers that their devices still hold stay
     first = xrt_sim.bo(device, whole - xrt_sim.heap_taken() - 64, flags.cacheable, 1)
     xrt_sim.bo(device, 8192, flags.host_only, 3)
     with pytest.raises(RuntimeError, match=f"heap of {whole} bytes is full"):
@@ -103,7 +103,7 @@ def test_instructions_share_a_heap(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind"), [("timeout_after", "timeout"), ("silent_after", "silent"), ("vanish_after", "gone")]
 )
-def test_failures_of_a_run_are_told_apart(folder: Path, fault: str, kind: str) -> None:
+def test_failures_of_a_run_are_distinguished(folder: Path, fault: str, kind: str) -> None:
     host = open_host("sim", folder)
     host.run([job()[0]])
     setattr(xrt_sim.faults, fault, 0)
@@ -125,7 +125,7 @@ def test_a_run_of_a_chain_that_fails_fails_the_chain(folder: Path) -> None:
 
 
 class _NoSync(Host):
-    """Mutants of the host: one sync left out."""
+    """Mutants of the host: one sync omitted."""
 
     drop_up = drop_down = False
 
@@ -148,7 +148,7 @@ class _NoSync(Host):
 
 @pytest.mark.parametrize("which", ["drop_up", "drop_down"])
 def test_a_missing_sync_shows(folder: Path, which: str) -> None:
-    """Host and device have copies of their own: without the sync the other side sees old bytes."""
+    """Host and device have separate copies: without the sync the other side sees old bytes."""
     host = _NoSync(xrt_sim, folder)  # type: ignore[arg-type]
     setattr(host, which, True)
     made, expected = job()
@@ -161,7 +161,7 @@ def test_a_missing_sync_shows(folder: Path, which: str) -> None:
 
 
 def _opened(folder: Path) -> tuple[Any, Any, Any]:
-    """(device, context, kernel) by hand, as the reference has it."""
+    """(device, context, kernel) opened by hand, as in the reference."""
     device = xrt_sim.device(0)
     binary = xrt_sim.xclbin(str(find(folder, gemm_i8(G)).xclbin))
     device.register_xclbin(binary)
@@ -190,7 +190,7 @@ def test_wrong_arguments_end_as_they_do_on_the_hardware(folder: Path) -> None:
         (3, insts, len(data) - 8, *buffers),
         (3, buffers[0], len(data), *buffers),
     ):
-        _context = kernel = None  # one that goes later would break the new one
+        _context = kernel = None  # a context released later would break the new one
         _, _context, kernel = _opened(folder)
         insts.sync(xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE)
         assert kernel(*wrong).wait() == states.ERT_CMD_STATE_ERROR
@@ -213,7 +213,9 @@ def test_a_design_whose_depth_is_wrong_ends_in_a_timeout(tmp_path: Path) -> None
     )
     write(tmp_path, shallow, "by hand: no check", emit(shallow).encode(), encode(shallow))
     inputs = {n: np.zeros(a.size, np.uint16) for n, a in design.arguments if n != "o"}
-    inputs["q"].reshape(-1, design.fifo("q0_0").array.size)[:, -32:].view(np.int32)[:, 4] = 2  # both key tiles are seen
+    inputs["q"].reshape(-1, design.fifo("q0_0").array.size)[:, -32:].view(np.int32)[:, 4] = (
+        2  # both key tiles are visible
+    )
     with pytest.raises(NpuError, match="ERT_CMD_STATE_TIMEOUT") as error:
         open_host("sim", tmp_path).run([Job(shallow, inputs, {"o": np.zeros(design.argument("o").size, np.uint16)})])
     assert error.value.kind == "timeout"

@@ -1,5 +1,4 @@
-"""The host's aie_api, primitive by primitive, against NumPy and exact arithmetic; and everything that it must
-refuse."""
+"""The host's aie_api, primitive by primitive, against NumPy and exact arithmetic; and its compile-time refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def primitive(name: str) -> Kernel:
 
 
 def run(name: str, *inputs: Any, modes: tuple[str, str] = ("conv_even", "none")) -> list[np.ndarray]:
-    """The outputs of a primitive; arrays first, scalars last, outputs made here."""
+    """The outputs of a primitive; arrays first, scalars last, outputs allocated here."""
     k, given = primitive(name), list(inputs)
     k.modes = modes
     outs, args = [], []
@@ -70,7 +69,7 @@ def run(name: str, *inputs: Any, modes: tuple[str, str] = ("conv_even", "none"))
 
 
 def rounded(x: Fraction, mode: str) -> int:
-    """An integer by the name of the mode, from its definition."""
+    """An integer rounded by the mode's name, from its definition."""
     down = math.floor(x)
     rest, sign = x - down, 1 if x > 0 else -1
     if rest == 0:
@@ -191,7 +190,7 @@ def aligned_sum(start: float, products: list[Fraction]) -> float:
 
 @pytest.mark.parametrize("spread", [0, 6, 20])
 def test_bfloat16_tile_aligns_its_terms(spread: int) -> None:
-    """Terms of very different size: what lies below 24 bits of the largest is lost before the sum, as on the core."""
+    """Terms of very different size: bits below 24 of the largest are lost before the sum, as on the core."""
     a, b, c = (values.normal(5, f"{n}{spread}", s) for n, s in (("a", (4, 8)), ("b", (8, 4)), ("c", (4, 4))))
     a *= np.exp2(values.integers(6, "e", (4, 8), -spread, spread))
     a, b, c = real(bf16(a)), real(bf16(b)), c.astype(np.float32)
@@ -329,8 +328,8 @@ REFUSED = {
 }
 
 
-def test_what_xdna1_lacks_does_not_compile(tmp_path: Path) -> None:
-    """Each refusal names what is missing, at its own line; the line before them all compiles."""
+def test_unsupported_xdna1_features_do_not_compile(tmp_path: Path) -> None:
+    """Each refusal names the missing feature, at its own line; the lines before it all compile."""
     path = tmp_path / "refused.cc"
     lines = ["#include <aie_api/aie.hpp>", "void sound() { aie::mmul<4, 8, 8, int8, int8> m; (void)m; }"]
     lines += [f"void f{i}() {{ {text} }}" for i, (text, _) in enumerate(REFUSED.values())]
@@ -376,7 +375,7 @@ def test_calls_are_checked() -> None:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Compilers are looked for again, and what they make lies in a cache of its own; as before afterwards."""
+    """Compilers are detected again, with an empty cache of their own; restored afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     npu._compiler.cache_clear()
@@ -388,7 +387,7 @@ UNLINKED = "ld.gold: error: cannot open libstdc++.so: No such file or directory"
 
 
 def failing(folder: Path, name: str, when: str) -> Path:
-    """A compiler that does what the real one does, but fails where `when` (a shell pattern) is in its command."""
+    """A compiler that works like the real one, but fails where `when` (a shell pattern) matches its command."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"""#!/bin/sh
 case "$*" in *{when}*) echo '{UNLINKED}' >&2; exit 1;; esac
@@ -398,14 +397,14 @@ exec {shlex.quote(npu.gxx())} "$@"
     return folder / name
 
 
-def test_a_missing_compiler_is_said(anew: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(anew: pytest.MonkeyPatch) -> None:
     anew.setenv("CXX", "no-such-compiler")
     with pytest.raises(NoCompiler, match="not CXX='no-such-compiler': on Debian: apt-get install g\\+\\+"):
         npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=160)
 
 
-def test_what_compiles_and_cannot_link_is_no_compiler(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The next in PATH is taken, whatever its name; where there is none, what each said is in the error."""
+def test_a_compiler_that_cannot_link_is_skipped(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next in PATH is used, whatever its name; without another, the error holds each compiler's message."""
     need_cxx()
     first, second = (failing(tmp_path / "bin", name, "-shared") for name in ("g++", "clang++"))
     rest = os.environ["PATH"]
@@ -418,7 +417,7 @@ def test_what_compiles_and_cannot_link_is_no_compiler(anew: pytest.MonkeyPatch, 
     assert lines[1:] == [f"  {path}: {UNLINKED}" for path in (first, second)]
     anew.setenv("PATH", f"{first.parent}{os.pathsep}{rest}")
     assert npu.gxx() not in (str(first), str(second)) and npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=176).counts
-    anew.setenv("CXX", str(first))  # which is what the user asked for
+    anew.setenv("CXX", str(first))  # the user's choice
     npu._compiler.cache_clear()
     with pytest.raises(NoCompiler, match="cannot open libstdc"):
         npu.gxx()

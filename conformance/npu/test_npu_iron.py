@@ -1,4 +1,4 @@
-"""Emitted programs call what IRON has: the manifest's signatures, where they were read, and those of an installed
+"""Emitted programs call existing IRON functions: the manifest's signatures, their sources, and those of an installed
 package."""
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def test_signatures_say_where_they_were_read() -> None:
     assert re.fullmatch(r"v\d+\.\d+\.\d+", table["tag"]) and table["release"] == f"mlir-aie {table['tag'][1:]}"
     assert table["wheels"].endswith(table["tag"]) and re.fullmatch(r"[0-9a-f]{7,40}", table["commit"])
     called: set[str] = set()
-    for name in ("small.attention", *(f"small.i8.c{n}" for n in (1, 2, 3, 4))):  # which call all that any design calls
+    for name in (
+        "small.attention",
+        *(f"small.i8.c{n}" for n in (1, 2, 3, 4)),
+    ):  # which make all calls that any design makes
         for node in ast.walk(ast.parse(emit(shipped()[name]()))):
             if isinstance(node, ast.Call):
                 called.add(node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func).split(".")[-1])
@@ -59,7 +62,7 @@ def test_signatures_say_where_they_were_read() -> None:
 
 
 def _package(monkeypatch: pytest.MonkeyPatch, **changed: list[str]) -> None:
-    """A package `aie` of empty functions with the manifest's signatures, but for those in `changed`."""
+    """A package `aie` of empty functions with the manifest's signatures, except for those in `changed`."""
     table = iron.manifest()
     modules: dict[str, Any] = {}
 
@@ -100,6 +103,6 @@ def test_programs_are_bound_to_the_package_that_is_installed(monkeypatch: pytest
             n: e["params"] for n, e in iron.manifest()[kind].items()
         }
     assert iron.check_program(source, found) > 100
-    _package(monkeypatch, Worker=["core_fn", "fn_args=", "placement="])  # as earlier releases have it
+    _package(monkeypatch, Worker=["core_fn", "fn_args=", "placement="])  # as in earlier releases
     with pytest.raises(iron.IronError, match=r"Worker: .*tile.*the installed package aie"):
         iron.check_program(source, iron.installed())

@@ -1,4 +1,4 @@
-"""The NPU's tile kernels against the oracle: cases of the specs, drawn ones, every entry point, and mutants that must
+"""The NPU's tile kernels against the oracle: cases of the specs, drawn cases, every entry point, and mutants that must
 fail."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybrid.perf.npu.cycles import BLOCKS
 from hybrid.spec import load_ops
 
 SPECS = load_ops()
-# The declared types whose numbers a tile kernel's own are made from.
+# The declared types from which a tile kernel's own numbers are made.
 DTYPES = {
     "rmsnorm": {"y": "f32"},
     "gemm_i8": {"x": "f32", "w": "q8_0"},
@@ -58,7 +58,7 @@ def fits(file: str, case: Case) -> Case | None:
 @pytest.mark.parametrize("file", FILES)
 def test_edge_cases(file: str) -> None:
     """Every edge case of the spec, whatever modes the tile was left in. (Each head size is a kernel to compile: in the
-    short profile the drawn cases have to do for those.)"""
+    short profile the drawn cases cover those.)"""
     op, run = RUNS[file]
     skipped = () if LONG else ("D=", "HQ=", "HK=")
     found = [
@@ -91,7 +91,7 @@ def test_drawn_cases(file: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_workloads(file: str) -> None:
-    """The demonstration model's shapes; in the long profile others that fit."""
+    """The demonstration model's shapes; in the long profile other shapes that fit."""
     op, run = RUNS[file]
     found = [
         replace(c, dtypes=dict(SPECS[op].dtypes(DTYPES[file])))
@@ -113,7 +113,7 @@ def test_modes_are_set_by_the_kernels(file: str, modes: tuple[str, str]) -> None
 
 
 def prove_requantisation(source: Path | None = None) -> None:
-    """int32 to int8 for every shift: ties to even, clamped, whatever the tile was left in."""
+    """int32 to int8 for every shift: ties to even, clamped, whatever mode the tile was left in."""
     size = 8 * 32
     k = npu.kernel("gemm_i8_requant", source=source, DIM_M=8, DIM_K=8, DIM_N=32)
     c, out = npu.buffer(size, np.int32), npu.buffer(size, np.int8)
@@ -208,7 +208,7 @@ def test_rmsnorm_of_a_row_that_overflows_nothing() -> None:
 
 
 def counts(name: str, **macros: int) -> dict[str, int]:
-    """Of one call on zeros, those that are not 0."""
+    """Nonzero counts of one call on zeros."""
     k = npu.kernel(name, **macros)
     sizes = k.entry.sizes(macros)
     scalars = {"q_pos": macros.get("LK"), "k_len": macros.get("LK")}
@@ -218,7 +218,7 @@ def counts(name: str, **macros: int) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_counts_follow_from_the_sizes() -> None:
-    """What the cycle model uses: instructions of one call."""
+    """Used by the cycle model: instructions of one call."""
     for m, k, n in ((16, 64, 32), (32, 128, 64)) if LONG else ((16, 128, 64),):
         blocks = m * n // 128  # of 2 x 2 tiles of 4 x 8
         assert counts("gemm_i8", DIM_M=m, DIM_K=k, DIM_N=n) == {
@@ -242,15 +242,15 @@ def test_counts_follow_from_the_sizes() -> None:
 
 
 def test_sources_know_no_host() -> None:
-    """The include path decides which aie.hpp is used: no #ifdef but for defaults of declared macros, nothing of the
-    host."""
+    """The include path decides which aie.hpp is used: no #ifdef except for defaults of declared macros, no host
+    headers."""
     own = "|".join(re.escape(p.name) for p in [*AIE.glob("*.h"), *AIE.glob("*.cc")])
     includes = re.compile(rf'#include (<aie_api/aie.hpp>|<aie_kernel_utils.h>|<limits>|"({own})")')
     declared = {m for e in entries().values() for m in e.macros}
     for path in [
         *AIE.glob("*.cc"),
         *(p for p in AIE.glob("*.h") if p.name != "hints.h"),
-    ]:  # whose macro names the compilers' own
+    ]:  # its macro names the compilers' own types
         lines = path.read_text().splitlines()
         for i, line in enumerate(lines):
             if not line.lstrip().startswith("#") or line == "#pragma once":
@@ -279,8 +279,7 @@ def test_defaults_in_sources_are_those_declared() -> None:
 
 
 def test_scales_in_two_multipliers_are_exact_within_their_range() -> None:
-    """Every float16 within 2^-12 of the largest of its tile; below, to 2^-23 of the largest; units are powers of
-    two."""
+    """Every float16 within 2^-12 of the largest of its tile; below, to 2^-23 of the largest; units are powers of two."""
     every = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
     scales = np.concatenate([every, -every, np.zeros(2)]).reshape(-1, 4)
     for pair in (scales, np.random.default_rng(3).permutation(scales.reshape(-1)).reshape(-1, 4)):
@@ -296,14 +295,14 @@ def test_layouts_are_undone() -> None:
     x = np.arange(16 * 32).reshape(16, 32)
     assert (untiled(tiled(x, 4, 8)) == x).all() and tiled(x, 4, 8)[1, 2, 3, 4] == x[4 + 3, 16 + 4]
     codes = values.integers(1, "codes", (3, 64), -8, 7).astype(np.int8)
-    packed = nibbles(codes)  # side by side, where ggml's lie 16 apart
+    packed = nibbles(codes)  # adjacent, where ggml's are 16 apart
     assert packed.shape == (3, 32) and int(packed[0, 0]) == (int(codes[0, 0]) & 15) | (int(codes[0, 1]) & 15) << 4
     with pytest.raises(ValueError, match="not made of 5 x 8 tiles"):
         tiled(x, 5, 8)
 
 
 def built(one: Mutant, folder: Path) -> Kernels:
-    """The kernels with one file changed; its headers lie beside the sources."""
+    """The kernels with one file changed; its headers are beside the sources."""
     for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
         shutil.copy(path, folder)
     (folder / one.file).write_text(one.mutated())
@@ -335,8 +334,8 @@ def test_every_kernel_has_mutants() -> None:
 
 @pytest.mark.slow
 def test_kernels_under_sanitisers(tmp_path: Path) -> None:
-    """One case of every kernel (in the short profile of every sixth) with AddressSanitizer and UBSan, every array
-    ending where its memory does."""
+    """One case of every kernel (in the short profile of every sixth) with AddressSanitizer and UBSan, every array at
+    the end of its allocation."""
     compiler = npu._compiler()[0]
     runtimes = [
         subprocess.run(

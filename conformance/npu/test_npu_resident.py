@@ -1,5 +1,4 @@
-"""Operands that stay: what a run writes is what its new rows cost, and a view that is appended to holds what gathering
-the whole cache would give."""
+"""Resident operands: a run writes only its new rows, and an appended view equals one gathered from the whole cache."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ from hybrid.kernels.npu.views import KeyView
 from hybrid.kernels.npu.xrt import HostCounters
 from hybrid.kernels.oracle import ORACLE
 
-FILE = demo(layers=BOTH)  # what is tried is the same in each layer
+FILE = demo(layers=BOTH)  # the same operands in each layer
 
 pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]
 
 
 def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention) -> np.ndarray:
-    """Keys and values [positions, heads, D] as the KV stream, bytes [heads, tiles, -1], dealt out whole: K, its scales
-    where they are int8, V; zeros behind the last position."""
+    """Keys and values [positions, heads, D] as the KV stream, bytes [heads, tiles, -1], complete: K, its scales where
+    they are int8, V; zeros after the last position."""
     if a.scores == "bf16":
         parts = [_dealt(bf16(k), 4, 8, a), _dealt(bf16(v), 8, 4, a)]
     else:
@@ -81,7 +80,9 @@ class Sequence:
         k, v = (np.repeat(c[at].astype(np.float32), self.times, axis=1) for c in (self.k, self.v))
         wanted = tile_keys(k, v, self.a)
         held = self.view.room.bytes.reshape(self.a.heads, self.a.tiles, self.a.key_bytes)
-        lanes = _dealt(np.ones((len(p), self.a.heads, self.a.D), np.int8), 8, 8, self.a)  # where a position's keys are
+        lanes = _dealt(
+            np.ones((len(p), self.a.heads, self.a.D), np.int8), 8, 8, self.a
+        )  # where a position's keys are stored
         whole = len(p) // self.a.LK
         assert (held[:, :whole] == wanted[:, :whole]).all()
         if self.a.scores == "i8" and len(p) % self.a.LK:
@@ -94,7 +95,7 @@ class Sequence:
 @pytest.mark.parametrize("scores", ["bf16", "i8"])
 @pytest.mark.parametrize(("d", "times"), [(16, 1), (16, 3), (256, 1)])
 def test_a_view_that_is_appended_to_holds_the_cache(scores: str, d: int, times: int) -> None:
-    """Chunks, single tokens, a turn after a rewind, and a sequence that begins anew in the same slot."""
+    """Chunks, single tokens, a turn after a rewind, and a sequence that restarts in the same slot."""
     s = Sequence(scores, d, 32, times=times)
     for start, stop in (
         (0, 70),
@@ -126,9 +127,8 @@ def test_a_view_of_a_window_slides(scores: str) -> None:
         s.append(at, at + 1, 0)
 
 
-def test_what_a_view_missed_is_gathered() -> None:
-    """Positions that another pass appended, blocks that were written from outside, another table, and everything after
-    forget."""
+def test_rows_that_a_view_missed_are_gathered() -> None:
+    """Positions that another pass appended, blocks written from outside, another table, and everything after forget."""
     s = Sequence("i8", 16, 32)
     s.append(0, 100)
     s.fill(100, 140)
@@ -147,8 +147,8 @@ def test_what_a_view_missed_is_gathered() -> None:
     s.right(144)
 
 
-def test_what_a_token_writes_does_not_grow_with_the_context() -> None:
-    """Of one row: its keys and values, once for each head; brought to the device is one tile for each head."""
+def test_uploads_of_a_token_do_not_grow_with_the_context() -> None:
+    """One row: its keys and values, once for each head; one tile for each head is uploaded."""
     for scores in ("bf16", "i8"):
         counted = []
         for length in (100, 390):
@@ -163,7 +163,7 @@ def test_what_a_token_writes_does_not_grow_with_the_context() -> None:
 
 @pytest.mark.parametrize("op", ["attention", "attention_i8"])
 def test_decoding_token_by_token_is_attention(op: str) -> None:
-    """The op on a view that it appends to, against the oracle on the whole cache, with a window that slides too."""
+    """The op on a view that it appends to, against the oracle on the whole cache, also with a sliding window."""
     for window in (0, 40):
         npu, args = Direct(), inputs(1, 330, 4, 2, 16, window)
         for position in (300, *range(301, 305), 330):
@@ -176,7 +176,7 @@ def test_decoding_token_by_token_is_attention(op: str) -> None:
 def test_capacity_follows_from_the_cache() -> None:
     a = shape_of(16, 2, 128)
     assert capacity(a, 0, 128, 32, 1, 128) == 128  # 4096 positions in tiles of 32
-    assert capacity(a, 1024, 48, 32, 1, 1024) == 64  # a ring of 1536 positions and a tile more, whatever the context
+    assert capacity(a, 1024, 48, 32, 1, 1024) == 64  # a ring of 1536 positions and one more tile, whatever the context
     assert capacity(a, 1024, 96, 32, 2, 1024) == 64 and capacity(a, 1024, 8, 32, 1, 8) == 8
 
 
@@ -184,7 +184,7 @@ def test_capacity_follows_from_the_cache() -> None:
 
 
 class Counted:
-    """Bytes that reach the device in each pass."""
+    """Bytes uploaded to the device in each pass."""
 
     def __init__(self, model: hybrid.Model) -> None:
         device: Any = model.engine.device
@@ -200,8 +200,7 @@ class Counted:
 
 
 def test_a_token_and_a_chunk_write_their_own_rows() -> None:
-    """Bytes brought to the device by attention, for each token and each chunk: the same at the beginning and at the
-    end."""
+    """Bytes that attention uploads for each token and each chunk: the same at the beginning and at the end."""
     with hybrid.load(FILE, "cpu", ATTENTION, ctx=256, chunk=16, npu="sim") as model:
         engine, counted = model.engine, Counted(model)
         ids = (model.encode("class Base:\n") * 40)[: 160 if LONG else 96]
@@ -224,7 +223,7 @@ def test_a_token_and_a_chunk_write_their_own_rows() -> None:
         chunks, tokens = (
             passes[1 : len(ids) // 16],
             passes[len(ids) // 16 :],
-        )  # with the first, views are made and zeroed
+        )  # with the first, views are allocated and zeroed
         assert len(chunks) == len(ids) // 16 - 1 and len(tokens) == count
         hp, layers = model.hparams, model.hparams.n_layers
         a = shape_of(hp.layers[0].n_kv_heads, hp.layers[0].n_heads // hp.layers[0].n_kv_heads, hp.layers[0].head_dim)
@@ -237,7 +236,7 @@ def test_a_token_and_a_chunk_write_their_own_rows() -> None:
 
 
 def test_weights_are_written_once() -> None:
-    """linear_rows: after the first run only rows of codes go up, and the stamps of the results."""
+    """linear_rows: after the first run only rows of codes are uploaded, and the stamps of the results."""
     rng = np.random.default_rng(0)
     with NpuDevice("sim") as device:
         w = rng.normal(size=(300, 160)).astype(np.float32)
@@ -253,7 +252,7 @@ def test_weights_are_written_once() -> None:
 
 
 def _prepared(device: NpuDevice, x: np.ndarray, w: np.ndarray) -> Any:
-    """The function itself, its design built as compile() would."""
+    """The function itself, with its design built as compile() would."""
     from hybrid.kernels.npu.build import build_sim
     from hybrid.kernels.npu.designs import gemm_i8
     from hybrid.kernels.npu.ops import choose
@@ -263,7 +262,7 @@ def _prepared(device: NpuDevice, x: np.ndarray, w: np.ndarray) -> Any:
 
 
 def test_a_cache_that_was_written_elsewhere_is_read_again() -> None:
-    """A pass that the NPU has not seen: Transfers tells it, and the next pass's numbers are right all the same."""
+    """A pass without the NPU: Transfers records it, and the next pass's numbers are right."""
     with hybrid.load(FILE, "cpu", ATTENTION, ctx=64, npu="sim") as model:
         engine, ids = model.engine, model.encode("def read_file(path):")
         wanted = model.logits(ids)
@@ -271,15 +270,15 @@ def test_a_cache_that_was_written_elsewhere_is_read_again() -> None:
         held = engine.device.read("kv.0.k")
         for name in ("kv.0.k", "kv.0.v"):
             engine.device.write(name, Tensor(held.dtype, held.shape, tuple(p[::-1].copy() for p in held.parts)))
-        told: list[str] = []
+        forgotten: list[str] = []
         forget = device.others["npu"].forget
-        device.others["npu"].forget = lambda name: (told.append(name), forget(name))
+        device.others["npu"].forget = lambda name: (forgotten.append(name), forget(name))
         again = model.logits(ids)
-        assert {"kv.0.k", "kv.0.v"} == set(told) and np.abs(again - wanted).max() < 1e-5 * np.abs(wanted).max()
+        assert {"kv.0.k", "kv.0.v"} == set(forgotten) and np.abs(again - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
 def test_attention_refuses_a_cache_of_codes() -> None:
-    """Its views are copies of numbers; the line says which step, what it takes and what to do."""
+    """Its views are copies of numbers; the error names the step, the accepted types and the fix."""
     says = r"blk\.0\.attention: .*backends\.npu\.dtypes\.k_cache: q8_0 is not allowed; allowed: f32, f16; choose one of them by kv"
     with pytest.raises(SpecError, match=says):
         hybrid.load(FILE, "cpu", ATTENTION, ctx=64, npu="sim", kv="q8_0")

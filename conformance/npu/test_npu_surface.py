@@ -1,4 +1,4 @@
-"""The simulator has the surface of pyxrt (pyxrt.toml), no more, and the host calls nothing that pyxrt lacks."""
+"""The simulator has the surface of pyxrt (pyxrt.toml), no more, and the host calls only functions of pyxrt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_simulator_has_the_constants_of_pyxrt() -> None:
 
 
 def test_the_host_calls_nothing_that_pyxrt_lacks() -> None:
-    """Attributes of the module and of what it makes, read from the source."""
+    """Attributes of the module and of its objects, read from the source."""
     tree = ast.parse(Path(xrt.__file__).read_text())
     known = set(MANIFEST["class"]) | {e.split(".")[0] for e in MANIFEST["enum"]}
     used = {

@@ -1,11 +1,11 @@
-"""Operations of the specs through the NPU's tile kernels: cut into tiles here, as a design's DMA does it there.
+"""Operations of the specs through the NPU's tile kernels: cut into tiles here, as a design's DMA does on the NPU.
 
     op, run = RUNS["attention_i8"]        run(spec, case, Kernels()) raises Disagreement
 
-Inputs are first brought to what the NPU computes with (bfloat16, int8 with a scale for each row, int4 with two-level
-scales); the oracle gets those same numbers. Integer sums are compared for equality with NumPy's integers, real results
-within the spec's bound. Memory starts as NaN or as junk, and rows that a tile lacks hold finite junk wherever the
-kernels say that they are masked.
+Inputs are first converted to the NPU's types (bfloat16, int8 with a scale for each row, int4 with two-level scales);
+the oracle gets the same numbers. Integer sums are compared for equality with NumPy's integers, real results within the
+spec's bound. Memory starts as NaN or as junk, and rows missing from a tile hold finite junk wherever the kernels mask
+them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def linear_q8(spec: OpSpec, case: Case, kernels: Kernels) -> compare.Verdict:
 
 
 def _blockwise(spec: OpSpec, case: Case, kernels: Kernels, x: np.ndarray, stem: str) -> np.ndarray:
-    """codes x @ w.T with a scale for every 32; first with integers for scales, where equality is demanded."""
+    """codes x @ w.T with a scale for every 32; first with integers for scales, where equality is required."""
     w = _live(spec, case)["w"]
     (n, depth), groups, tiles = w.shape, GEMM["DIM_K"] // 32, -(-w.shape[1] // GEMM["DIM_K"])
     codes = integers(w.dtype, [p.reshape(-1, p.shape[-1] // (depth // 32)) for p in w.parts]).reshape(n, depth)
@@ -136,7 +136,7 @@ def _blockwise(spec: OpSpec, case: Case, kernels: Kernels, x: np.ndarray, stem: 
     spread = np.abs(w.parts[1].astype(np.float64))
     if (spread[spread > 0].min(initial=1) >= spread.max(initial=1) / 4096).all():
         compare.same(f"{case}: scales", from_limbs(m, unit)[:, : depth // 32], w.parts[1].astype(np.float64))
-    for which, size in enumerate((2.0**-12, 1.0)):  # the upper multipliers alone, then the lower ones
+    for which, size in enumerate((2.0**-12, 1.0)):  # only the upper multipliers, then the lower ones
         small = np.zeros_like(m)
         small[..., which] = np.clip(m[..., which], -3, 3)
         wanted = x.astype(np.int64) @ (codes * np.repeat(small[..., which].astype(np.int64), 32, axis=1)[:, :depth]).T
@@ -170,7 +170,7 @@ def _multiplied(
 
 
 def attention(spec: OpSpec, case: Case, kernels: Kernels, int8: bool = False) -> compare.Verdict:
-    """Runs of consecutive positions of a sequence, tile by tile, from its first key on (tiles that a window hides
+    """Runs of consecutive positions of a sequence, tile by tile, from its first key on (tiles outside a window
     included)."""
     inputs, d = _live(spec, case), case.bind["D"]
     group = case.bind["HQ"] // case.bind["HK"]
@@ -246,11 +246,11 @@ RUNS: dict[str, tuple[str, Callable[[OpSpec, Case, Kernels], compare.Verdict]]] 
     "attention": ("attention", attention),
     "attention_i8": ("attention", attention_i8),
 }
-"""Kernel file -> (operation, how it runs)."""
+"""Kernel file -> (operation, function that runs it)."""
 
 
 def _rows(x: np.ndarray, lq: int) -> np.ndarray:
-    """[rows, group, D] -> [LQ, D]: head after head, rows that the tile lacks zero."""
+    """[rows, group, D] -> [LQ, D]: head after head, missing rows zero."""
     n, group, d = x.shape
     out = np.zeros((group, lq // group, d), x.dtype)
     out[:, :n] = x.swapaxes(0, 1)
@@ -258,7 +258,7 @@ def _rows(x: np.ndarray, lq: int) -> np.ndarray:
 
 
 def _more(x: np.ndarray, junk: Any) -> np.ndarray:
-    """[n, D] -> [LK, D], the end full of `junk`."""
+    """[n, D] -> [LK, D], the end filled with `junk`."""
     out = np.full((LK, x.shape[1]), junk, x.dtype)
     out[: len(x)] = x
     return out

@@ -1,4 +1,4 @@
-"""Cases that once failed, kept for good. The name says what was wrong."""
+"""Regression cases. The name says what was wrong."""
 
 from __future__ import annotations
 

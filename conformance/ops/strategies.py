@@ -14,11 +14,11 @@ from hybrid.spec import OpSpec
 
 # Scores of values four times as large have errors in bfloat16 that no bound below the result allows.
 SCALES_OF = {None: (1.0, 0.125, 4.0), "bf16": (1.0, 0.125)}
-MAX_FLOPS = 4_000_000  # of a drawn case: it runs in milliseconds on a CPU driver
+MAX_FLOPS = 4_000_000  # limit of a drawn case: it runs in milliseconds on a CPU driver
 
 
 def _sizes(spec: OpSpec, backend: str, axis: str, dtypes: Mapping[str, str]) -> list[int]:
-    """Every size worth drawing; three of them where each is a kernel that is built."""
+    """Every size worth drawing; three of them where each needs a compiled kernel."""
     every = sizes(spec, axis, dtypes)
     return sorted({every[0], every[len(every) // 2], every[-1]}) if axis in spec.backend(backend).static else every
 

@@ -1,5 +1,5 @@
-"""A NaN is never lost: whatever an operation makes of a row with one, some number of that row's results is not finite,
-and those of other rows are."""
+"""NaN propagates: if a row holds a NaN, every operation gives that row a nonfinite result, and all other rows finite
+ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_ROWS = ("f32", "f16", "q8_act")
 
 
 def damaged() -> Iterator[tuple[str, str]]:
-    """(operation, input) of all that take rows of numbers and give one row of results for each."""
+    """(operation, input) of all operations with one result row for each row of numbers."""
     for name, spec in load_ops().items():
         token, results = spec.token_axis, [spec.tensors[n] for n in (*spec.outputs, *spec.scratch)]
         if token is None or "out_rows" in spec.inputs or not any(str(t.shape[0]) == token for t in results):
@@ -34,16 +34,15 @@ def damaged() -> Iterator[tuple[str, str]]:
 
 
 def finite(spec: OpSpec, name: str, array: np.ndarray, rows: int) -> list[bool]:
-    """Of each live row whether all of a result is finite; of state, which has no rows of the pass, of each number."""
+    """For each live row, whether all its results are finite; for state, which has no rows of the pass, each number."""
     found = np.isfinite(array if name in spec.state else array[:rows].reshape(rows, -1))
     return (found.ravel() if name in spec.state else found.all(axis=1)).tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("op", "key"), [pytest.param(*d, id=".".join(d)) for d in damaged()])
-def test_a_row_with_a_nan_shows_it_and_no_other_does(devices: Devices, backend: BackendName, op: str, key: str) -> None:
-    """In that result in which the definition has it. In which of its numbers is for the bounds of `nonfinite =
-    "propagate"`."""
+def test_a_nan_stays_in_its_row(devices: Devices, backend: BackendName, op: str, key: str) -> None:
+    """In that result in which the definition has it. The bounds of `nonfinite = "propagate"` check which numbers."""
     spec = load_ops()[op]
     if not spec.runs_on(backend):
         pytest.skip(f"{backend} has no {op}")

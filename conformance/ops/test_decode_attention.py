@@ -1,5 +1,4 @@
-"""Decode attention in all its forms: many stretches and one, merged by the last workgroup or by a dispatch of its
-own."""
+"""Decode attention in all variants: one KV split and many, merged by the last workgroup or by a separate dispatch."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from hybrid.spec import load_op
 
 SPEC = load_op("decode_attention")
 TYPES, RESULTS = SPEC.tensors["k_cache"].dtype, SPEC.outputs["o"].dtype
-# Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart; fewer
-# subgroups than heads to norm.
+# KV splits shorter than a step, of about one and of several; the maximum count; heads of a group in separate
+# workgroups; fewer subgroups than heads to norm.
 FORMS = {
     "last arrival": {"merge": 1, "groups": 4096, "min_split": 5},
     "own dispatch": {"merge": 0, "groups": 4096, "min_split": 5},
@@ -48,12 +47,12 @@ SIZES: tuple[Mapping[str, int], ...] = (
 
 
 NUMBERS = ("own dispatch", "few stretches", "one stretch", "parts waited for")
-"""Forms that in the short profile have no int8 results: one at least of those that go alike, as the others."""
+"""Variants without int8 results in the short profile; at least one of similar variants has them."""
 
 
 def cases(form: str) -> list[Case]:
-    """Every size with every combination of types. In the short profile, where each is compiled, one of the sizes: with
-    numbers in the cache and in the result, or with int8 results; the forms have the types and the sizes in turn."""
+    """Every size with every combination of types. In the short profile, where each is compiled, one of the sizes:
+    numbers in the cache and in the result, or int8 results; variants alternate over types and sizes."""
     nth, found = list(FORMS).index(form), list[Case]()
     for i, sizes in enumerate(SIZES):
         for j, dtypes in enumerate(covering(SPEC, "vulkan")):
@@ -79,7 +78,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def own(device: Any, request: pytest.FixtureRequest) -> list[Case]:
-    """The cases of the device's form, in the style whose contexts are the longest."""
+    """The cases of the device's variant, in the style with the longest contexts."""
     return [replace(c, style="full") for c in cases(request.node.callspec.params["device"])]
 
 
@@ -93,13 +92,13 @@ def own(device: Any, request: pytest.FixtureRequest) -> list[Case]:
     indirect=["device"],
     scope="module",
 )
-def test_form(device: Any, case: Case) -> None:
+def test_variants(device: Any, case: Case) -> None:
     for style in ("ragged", "full", "empty"):
         run_case(SPEC, device, replace(case, style=style))
 
 
-def test_every_type_meets_a_form() -> None:
-    """In the long profile every form. All pairs of types meet in test_ops.py, in one form."""
+def test_every_type_occurs_in_a_variant() -> None:
+    """In the long profile every variant. All pairs of types occur in test_ops.py, in one variant."""
     for form in FORMS:
         ran = {(c.dtypes["k_cache"], c.dtypes["o"]) for c in cases(form)}
         assert ran == set(itertools.product(TYPES, RESULTS)) if LONG else len(ran) == 1
@@ -109,8 +108,8 @@ def test_every_type_meets_a_form() -> None:
 
 
 @pytest.mark.parametrize("device", list(FORMS) if LONG else NUMBERS, indirect=True, scope="module")
-def test_sums_of_zero_arrive(device: Any, own: list[Case]) -> None:
-    """A part that is waited for is zero until it comes, and may be zero when it has."""
+def test_zero_partials_are_published(device: Any, own: list[Case]) -> None:
+    """The merge waits until a partial is nonzero, and a computed partial may be zero."""
     case = next(c for c in own if c.dtypes["k_cache"] != "q8_0" and c.dtypes["o"] != "q8_act")
     values = make(SPEC, case)
     values["v_cache"] = Tensor.of(np.zeros_like(values["v_cache"].array))
@@ -122,7 +121,7 @@ def test_sums_of_zero_arrive(device: Any, own: list[Case]) -> None:
 
 
 def test_memory_between_workgroups_is_zero_again(device: Any, own: list[Case]) -> None:
-    """Counters and parts, for the next run."""
+    """Counters and partials are zero for the next run."""
     case = own[0]
     program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
     device.wait(program.submit(2))

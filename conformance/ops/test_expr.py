@@ -1,4 +1,4 @@
-"""The expression language: what it computes is what Python computes, and everything else is refused."""
+"""The expression language: it computes what Python computes, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ VALUES = st.fixed_dictionaries({a: st.integers(1, 10**6) for a in AXES})
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=NUMBERS | CONDITIONS, env=VALUES)
 def test_the_value_is_pythons(text: str, env: dict[str, int]) -> None:
-    """Also where Python has none: a division by zero is an ExprError that names the text."""
+    """Where Python has no value, as for a division by zero, the result is an ExprError that names the text."""
     if len(text) > MAX_TEXT:
         return
     functions = {"min": min, "max": max, "ceil_div": ceil_div}
     try:
-        wanted = eval(text, {"__builtins__": {}, **functions}, env)  # the reference, on text made here
+        wanted = eval(text, {"__builtins__": {}, **functions}, env)  # the reference, on generated text
     except ArithmeticError:
         with pytest.raises(ExprError, match="with"):
             Expr(text).eval(env)

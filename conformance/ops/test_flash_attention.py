@@ -1,5 +1,5 @@
-"""Flash attention on matrix units: every cache type, head size, share of its columns and result type, over tiles,
-slots, windows, chunks."""
+"""Flash attention on matrix units: every cache type, head size, column split and result type, over tiles, slots,
+windows, chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_op
 
 SPEC, FAMILY = load_op("attention"), space().named("flash_attention")
-# Rows: just more than go to the other kernel, a tile less one, more than a tile; heads: one, some, all of a tile.
+# Rows: just above the limit of the other kernel, a tile less one, more than a tile; heads: one, some, all of a tile.
 SIZES = (
     {"T": 33, "HQ": 4, "HK": 2, "S": 4, "BS": 16, "MB": 12},
     {"T": 127, "HQ": 2, "HK": 2, "S": 1, "BS": 32, "MB": 9},

@@ -1,4 +1,4 @@
-"""Products on matrix units whose tiles do not fill a device: split-K, and each split is added up once."""
+"""Products on matrix units whose tiles do not fill a device: split-K, and each partial is added once."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from hybrid.spec import load_op
 @pytest.mark.parametrize(
     ("shape", "groups", "found"),
     [
-        ((11, 64, 84), 132, (60, 3)),  # five times the device, and 44 tiles in three parts each
+        ((11, 64, 84), 132, (60, 3)),  # five full waves, and 44 tiles in three partials each
         ((11, 42, 336), 132, (36, 2)),
         ((1, 42, 336), 264, (0, 6)),
         ((1, 336, 84), 264, (264, 3)),
-        ((11, 336, 84), 132, (336, 1)),  # 28 times the device
+        ((11, 336, 84), 132, (336, 1)),  # 28 full waves
         ((1, 336, 84), 0, (336, 1)),
-        ((1, 5, 2), 264, (0, 2)),  # no more parts than stages
+        ((1, 5, 2), 264, (0, 2)),  # no more partials than stages
         ((1, 1, 999), 264, (0, MOST_SPLITS)),
-        ((7, 3, 9), 24, (3, 1)),  # 21 tiles of 24: too many to be cut
+        ((7, 3, 9), 24, (3, 1)),  # 21 tiles of 24: too many to be split
     ],
 )
 def test_the_tiles_that_do_not_fill_a_device_are_cut(shape, groups, found):
@@ -60,7 +60,7 @@ def test_fewer_parts_where_their_sums_take_longer(shape, found):
     assert split_k(*shape, 132, 10**6, ENDS["128x192"], SUMS["128x192"]) == found
 
 
-def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
+def test_split_tiles_take_fewer_stages_and_none_is_lost():
     for down, columns, groups in itertools.product(range(1, 13), range(1, 90), (24, 132, 264)):
         whole, parts = split_k(down, columns, 50, groups, 10**6)
         rest = (columns - whole) * down
@@ -71,7 +71,7 @@ def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
             assert -(-rest * parts // groups) * -(-50 // parts) < -(-rest // groups) * 50
 
 
-SIZES = (11, 133, 261)  # rows: tiles that are all cut, and, of the smaller ones, some that are beside some that are not
+SIZES = (11, 133, 261)  # rows: only split tiles; and, of the smaller ones, split and whole tiles together
 BIND = {"linear": {"N": 331, "K": 224}, "fused_ffn": {"H": 160, "F": 352}}
 PAIRS = {
     "linear": {"N": 331, "K": 320},
@@ -107,14 +107,14 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(
 
 
 def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
-    """The same recording, run again and again, gives the same bits."""
+    """The same recording, run repeatedly, gives the same bits."""
     device, spec = matrices(), load_op("linear")
     case = case_for("linear", SIZES[0], "q4_0")
     with device.tuning.forced("linear.gemm", {"tile": "32x64", "groups": "2 * cores"}):
         program = prepare(spec, device, case, make(spec, case), POISON[0])
     assert program.recording.counter_bytes
     device.wait(program.submit())
-    first = device.read("y").array.view(np.uint32).copy()  # rows that are not live hold a NaN
+    first = device.read("y").array.view(np.uint32).copy()  # dead rows hold a NaN
     for _ in range(3):
         device.wait(program.submit())
         assert (device.read("y").array.view(np.uint32) == first).all()
@@ -122,7 +122,7 @@ def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
 
 @pytest.mark.parametrize("dtype", [t for t in TYPES if DTYPES[t].quantised])
 def test_few_rows_meet_weights_that_were_rounded_once(matrices: MatrixDevices, dtype: str) -> None:
-    """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
+    """With one element in a row of x, the decoding of each weight is visible: its f16 is the definition's."""
     device, spec = matrices(guard=GUARD), load_op("linear")
     for tile in (t for t in TILED["linear"] if t not in DEFAULTS):
         rows = 43 if tile in SPLIT_SUBGROUPS else max(7, TILES[tile][0] - 5)
@@ -134,7 +134,7 @@ def test_few_rows_meet_weights_that_were_rounded_once(matrices: MatrixDevices, d
 
 @pytest.mark.parametrize("width", [64, 96, 256])
 def test_both_products_of_a_layers_own_input_by_subgroups_that_share_k(matrices: MatrixDevices, width: int) -> None:
-    """Whose second K is no whole pair of blocks with 96 columns: that product takes another tile."""
+    """Its second K is not a whole number of block pairs with 96 columns: that product uses another tile."""
     device, spec = matrices(guard=GUARD), load_op("per_layer_input")
     types = spec.dtypes({"x": "f16", "h": "f16", "w_gate": "q4_0", "w_proj": "q4_0"})
     with device.tuning.forced("linear.gemm", {"tile": SPLIT_SUBGROUPS[0]}):
@@ -146,7 +146,7 @@ def test_both_products_of_a_layers_own_input_by_subgroups_that_share_k(matrices:
 
 @pytest.mark.parametrize("tile", SPLIT_SUBGROUPS)
 def test_subgroups_share_the_columns_of_a_small_product_evenly(tile: str) -> None:
-    """In as few passes as the most that there may be, whose sums fit shared memory."""
+    """In the minimum number of passes whose sums fit in shared memory."""
     rows, columns = TILES[tile]
     for shared in (16384, 32768, 49152):
         device = DryDevice(shared_bytes=shared)

@@ -1,5 +1,5 @@
-"""Fused groups, steps that one dispatch computes: each step is judged by its own operation's definition, on what the
-dispatch left in memory, and everything that does not fit is recorded step by step."""
+"""Fused groups, steps that one dispatch computes. Each step is checked by its own operation's definition, on the memory
+that the dispatch left. Everything unsupported is recorded step by step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
-OWN_BUFFERS = 53  # bound by layer.*.own
+OWN_BUFFERS = 53  # limited by layer.*.own
 USES = [{"workgroups": n, "threads": t} for n in (1, "1 * cores") for t in (256, 768)]
 FEWER = (
     USES if LONG else USES[::2]
@@ -53,13 +53,13 @@ FEWER = (
 
 
 def that_binds(devices: Devices, buffers: int) -> Any:
-    """A device whose kernels may bind so many: the driver's, or the interpreter's on it."""
+    """A device whose kernels have enough bindings: the driver's, or the interpreter's on it."""
     device = devices.get("vulkan", guard=GUARD)
     return device if device.storage_buffers >= buffers else devices.get(INTERPRETED, guard=GUARD)
 
 
 def cancelled(device: Any, use: Mapping[str, Any], made: list[Case]) -> None:
-    """The residual is nearly minus what is added: the sum of squares does not follow from parts, it is taken anew."""
+    """The residual nearly cancels the addend: the sum of squares cannot use partial sums; it is recomputed."""
     judged(device, use, made)
     a = device.read("a").array.astype(np.float64)
     scaled = a / np.sqrt((a**2).mean() + made[1].attrs["eps"]) * device.read("w_post").array
@@ -76,8 +76,9 @@ def test_a_residual_that_cancels_what_is_added(devices: Devices) -> None:
 
 @pytest.mark.parametrize("w", ["q4_0", "q8_0"])
 def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
-    """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, again and again. Where a driver does
-    not say how many there are, and one workgroup exchanges nothing, as many of a smaller layer are interpreted."""
+    """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, repeatedly. Where a driver does not
+    report their number, a single workgroup would exchange no data: a smaller layer is interpreted with as many
+    workgroups."""
     device, threads_of = devices.get("vulkan"), (768, 1024)
     shape = {"hidden": 2560, "heads": 2048, "ffn": 10240, "hq": 8, "hk": 4, "d": 256}
     if device.cores == 1:
@@ -89,12 +90,12 @@ def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
 
 @pytest.mark.parametrize("w", TYPES)
 def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
-    """Every type of weights, fixed sizes for every number of the tuning space (in the short profile of one type alone),
-    then drawn ones (there one, of another, which has no fixed ones): sizes too are a pipeline each."""
+    """Every type of weights, fixed sizes for every value of the tuning space (in the short profile of one type only),
+    then drawn sizes (there one, of a type without fixed ones): each size is a pipeline."""
     device = devices.get("vulkan", guard=GUARD)
     uses, drawn = USES if LONG or w == "q4_0" else FEWER if w == "q8_0" else USES[:1], LONG or w == "q8_0"
     granule = 256 if w == "q6_k" else 32
-    bindings = {"q5_1": 32, "q6_k": 36}.get(w, 28)  # of three and four parts, where others have two
+    bindings = {"q5_1": 32, "q6_k": 36}.get(w, 28)  # of three and four partials; others have two
     dispatches = 1 if device.storage_buffers >= bindings else 6
     for i, use in enumerate(uses if LONG or not drawn else ()):
         sizes = {k: n if k in ("hq", "hk", "d") else -(-n // granule) * granule for k, n in SIZES.items()}
@@ -126,9 +127,7 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
     """Gates of fewer rows than workgroups, and of as many as threads; then Gemma 4 E2B's shape where workgroups
     exchange it."""
     device = devices.get("vulkan", guard=GUARD)
-    exchanged = [
-        use for use in USES if use["workgroups"] != 1
-    ]  # one workgroup's sums of this shape are more than its memory
+    exchanged = [use for use in USES if use["workgroups"] != 1]  # one workgroup's sums of this shape exceed its memory
     small, wide = {**SIZES, "own": 32}, {**SIZES, "hidden": 544, "own": 64, "heads": 160}
     shapes = [(device, small, USES), (device, wide, USES)]
     if device.cores > 1:
@@ -157,9 +156,9 @@ def test_a_layer_that_ends_with_the_next_attention(
     buffers: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of queries alone, or of queries, keys and values; values normed, heads that rotate in part. One head, so that one
-    workgroup, which is all that a CPU driver surely runs at once, has a KV split for it. Then a layer without the
-    attention in the same pipeline."""
+    """Queries only, or queries, keys and values; values normed, heads that rotate in part. One head, because a CPU
+    driver runs only one workgroup at once, which then has its KV split. Then a layer without the attention in the same
+    pipeline."""
     device, spec = that_binds(devices, buffers), SPECS["decode_attention"]
     bind = {**base_bind(spec), "T": 1, "HQ": 1, "HK": 1, "D": 32, "S": 2, "B": 16, "MB": 4, "BS": 16, "C": 64}
     bind |= {"KV": projections, "R": rotary}
@@ -175,7 +174,7 @@ def test_a_layer_that_ends_with_the_next_attention(
 
 
 def spy_pipelines(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
-    """A set that collects the pipelines of layers which the device's bindings choose from now on."""
+    """A set that collects the pipelines of layers that the device selects from now on."""
     chosen: set[tuple[Any, ...]] = set()
     choose = device.kernel
 
@@ -189,7 +188,7 @@ def spy_pipelines(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any
 
 
 def two_kinds(w: str, **more: int) -> list[list[Case]]:
-    """Layers that differ in what they attend to, and in what they project, as local and global ones of a model do."""
+    """Layers of two kinds that differ in attention and projections, as local and global ones of a model do."""
     sizes = {**SIZES, **more}
     return [
         cases({**sizes, **s}, w, 1, "q8_act", 3, 1) for s in ({}, {"heads": 160}, {"hq": 6}, {"heads": 160, "hq": 6})
@@ -206,7 +205,7 @@ def test_layers_of_two_kinds_in_one_pipeline(devices: Devices, own: int, monkeyp
 
 
 def test_a_last_layer_in_one_dispatch(devices: Devices) -> None:
-    """Which projects nothing: without its own input, then with it."""
+    """The last layer projects no queries: without per-layer input, then with it."""
     device = devices.get("vulkan", guard=GUARD)
     for use in USES[:1] + USES[3:] if LONG else FEWER:
         for live in (1, 0):
@@ -265,13 +264,14 @@ def gate_cases(
 
 @pytest.mark.parametrize("w", ["q4_0", "q8_0"])
 def test_a_correction_with_the_gate_of_the_own_input(devices: Devices, w: str) -> None:
-    """One block of the gate and several, rows of less than a piece for each lane, and as wide as a workgroup takes."""
+    """One block of the gate and several; rows with less than one vector for each lane, and as wide as a workgroup
+    supports."""
     device = devices.get("vulkan", guard=GUARD)
     for hidden, width, live in ((32, 32, 1), (1056, 96, 1), (2048, 256, 1), (2048, 64, 0)):
         assert run(device, gate_cases(hidden, width, w, live=live)) == 2
     if w == "q4_0":
-        apart = gate_cases(96, 32, "q4_1"), gate_cases(96, 32, rows=2, live=2), gate_cases(96, 32, act="f32")
-        assert all(run(device, made) >= 3 for made in apart)
+        unfused = gate_cases(96, 32, "q4_1"), gate_cases(96, 32, rows=2, live=2), gate_cases(96, 32, act="f32")
+        assert all(run(device, made) >= 3 for made in unfused)
     assert run(device, gate_cases(2080, 32, w)) == 3
     assert run(device, gate_cases(96, 32, w), swaps={"1.x": "other"}) == 3
 
@@ -287,7 +287,7 @@ def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -
 EDGES = (
     {"hidden": 1056},  # a second sweep of few
     {"hidden": 32, "heads": 32, "ffn": 32, "hq": 1, "hk": 1, "d": 16},  # fewer rows than workgroups
-    {"heads": 8224},  # more pieces of a row than 256 threads
+    {"heads": 8224},  # more vectors of a row than 256 threads
     {"hidden": 2048},  # two sweeps of 256 threads, both full
     {"ffn": 2080},
 )
@@ -329,7 +329,7 @@ def test_workgroups_of_a_layer_share_its_blocks_evenly(ffn: tuple[int, ...], fou
 
 
 def candidates() -> list[dict[str, int]]:
-    """All; in the short profile those of one number of threads that no other test has, which changes with the
+    """All; in the short profile those of one number of threads that no other test covers, which changes with the
     kernel."""
     of = space().named("layer").candidates
     others = [t for t in of["threads"] if t not in (256, 768)]
@@ -338,7 +338,7 @@ def candidates() -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("use", candidates(), ids=str)
-def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices: Devices, use: dict[str, int]) -> None:
+def test_every_candidate_computes_what_the_oracle_does(devices: Devices, use: dict[str, int]) -> None:
     judged(devices.get("vulkan", guard=GUARD), use, cases({**SIZES, "hidden": 544}, "q8_0", 1, "q8_act", 5, 1))
 
 
@@ -351,13 +351,13 @@ def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices: Devices, 
         ("a row wider than the workgroup holds", {"sizes": {"hidden": 2080}}),
     ],
 )
-def test_what_does_not_fit_is_recorded_step_by_step(devices: Devices, why: str, change: dict[str, Any]) -> None:
+def test_unsupported_groups_are_recorded_step_by_step(devices: Devices, why: str, change: dict[str, Any]) -> None:
     how = {"w": "q4_0", "rows": 1, "act": "q8_act", "seed": 3, "live": 1, **change}
     made = cases({**SIZES, **how.pop("sizes", {})}, **how)
     assert judged(devices.get("vulkan", guard=GUARD), USES[0], made) > 5, why
 
 
-def test_steps_that_do_not_follow_from_one_another_are_not_fused(devices: Devices) -> None:
+def test_independent_steps_are_not_fused(devices: Devices) -> None:
     device, made = devices.get("vulkan", guard=GUARD), cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     assert judged(device, USES[0], made, swaps={"3.residual": "x"}) > 5
     assert judged(device, USES[0], made, order=(1, 0, 2, 3, 4), swaps={"1.a": "b"}) > 5
@@ -365,7 +365,7 @@ def test_steps_that_do_not_follow_from_one_another_are_not_fused(devices: Device
 
 
 def test_an_operation_with_another_binding_is_not_fused() -> None:
-    """So that what a test or an ablation puts in its place is what runs: of the device, or of one program."""
+    """A test's or an ablation's replacement binding is what runs: on the device, or in one program."""
     made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     other = {**BINDINGS, "linear": lambda *a: BINDINGS["linear"](*a)}
     with open_backend("vulkan", guard=GUARD, bindings=other) as device:

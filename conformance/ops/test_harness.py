@@ -1,4 +1,4 @@
-"""The harness itself: each kind of wrong result must be caught, or a green suite would mean nothing."""
+"""Tests of the harness: each kind of wrong result must be caught, or a green suite would mean nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Tampered(CpuDevice):
 
 
 def caught(case: Case, tamper: Tamper = lambda now, before: None, **options: Any) -> str:
-    """The message with which a faulty device fails; the sound device must pass the same case."""
+    """The error of a faulty device; the sound device must pass the same case."""
     run_case(SPECS[case.op], CpuDevice(guard=GUARD), case)
     with pytest.raises(Disagreement) as failure:
         run_case(SPECS[case.op], Tampered(tamper, **options), case)
@@ -105,7 +105,7 @@ def test_swapped_rows() -> None:
 
 
 def test_one_wrong_element_in_2100() -> None:
-    """5 x 420 elements, one of ordinary size zeroed: the mean square error would let it pass (ggml allows 5e-4)."""
+    """5 x 420 elements, one of ordinary size zeroed: a mean square error would pass it (ggml allows 5e-4)."""
 
     def tamper(now: dict, before: dict) -> None:
         y = now["y"][0]
@@ -198,7 +198,7 @@ def test_exact_mode_wants_equality() -> None:
     assert "equality is demanded" in caught(exact, tamper)
 
 
-def test_files_that_differ_are_told_apart_by_the_first_byte(tmp_path: Path) -> None:
+def test_a_difference_of_files_names_the_first_byte(tmp_path: Path) -> None:
     for name, data in (("a", b"12345678"), ("b", b"12945678"), ("c", b"1234")):
         (tmp_path / name).write_bytes(data)
     compare.same_files(tmp_path / "a", tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Every shipped Vulkan kernel is chosen by some case of the suite, so that none ships unproved."""
+"""Every shipped Vulkan kernel is selected by some case of the suite, so that none ships unproved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybrid.kernels.vulkan.ops import attention
 from hybrid.kernels.vulkan.repack import REPACKED
 from hybrid.kernels.vulkan.tuning import space
 
-# Kernels that only other devices choose: (pattern, subgroup sizes that never do, why).
+# Kernels that only other devices select: (pattern, subgroup sizes that never do, why).
 ELSEWHERE = [
     ("attention.*.4x4", range(0, 16), "a narrow subgroup (a CPU driver) holds at most 8 units of queries per lane"),
     ("attention.*.8x2", range(0, 16), "as above"),
@@ -48,9 +48,9 @@ ELSEWHERE = [
 
 
 @pytest.mark.slow
-def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What test_ops.py runs, and what the tuning tables may choose, recorded only: the kernels they choose are those of
-    the manifest."""
+def test_every_kernel_is_selected(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases of test_ops.py, and the candidates of the tuning tables, recorded only: they select exactly the
+    manifest's kernels."""
     device = devices.get("vulkan", guard=GUARD)
     dry = DryDevice(device.subgroup_size, device.max_range, device.has, shared_bytes=device.shared_bytes)
     chosen = spy_kernels(dry, monkeypatch)
@@ -76,11 +76,11 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
         for pattern, sizes, _ in ELSEWHERE
         if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)
     }
-    # f16 rows go to the matrix units where there are some, else to the tiles.
+    # f16 rows use matrix units where available, else the tiles.
     idle = ("*.tile.*.f16",) if device.has("f16_matrices") else ("*.gemm.*",)
     elsewhere |= {n for n in shipped if any(fnmatch.fnmatchcase(n, pattern) for pattern in idle)}
     missed = sorted(shipped - chosen - elsewhere)
-    assert not missed, f"no case chooses {missed}: add one to the variants of its spec, or remove the kernel"
+    assert not missed, f"no case selects {missed}: add one to the variants of its spec, or remove the kernel"
 
 
 @pytest.mark.parametrize("rows", [2, attention.DECODE_ROWS + 7])
@@ -88,7 +88,7 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
 def test_attention_over_a_context_longer_than_a_shaders_loops_may_run(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, rows: int, window: int
 ) -> None:
-    """With the limit lowered, a short context is cut as 100,000 positions are, in decode and in prefill."""
+    """With the limit lowered, a short context is split as 100,000 positions are, in decode and in prefill."""
     device, spec = devices.get("vulkan", guard=GUARD), SPECS["attention"]
     monkeypatch.setattr(attention, "LOOPS", 150)
     bind = base_bind(spec) | {"T": rows, "S": 2, "BS": 16, "MB": 24, "HQ": 4, "HK": 2, "D": 64}

@@ -41,8 +41,8 @@ AS_LINEAR = ("logits",)
 
 
 def combinations(op: str, backend: str) -> tuple[Mapping[str, str], ...]:
-    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes that
-    meet in a kernel, and every dtype of each tensor where `linear` has every pair on the same modules."""
+    """The dtype combinations to run: all. Of a region's many, in the short profile: every pair of dtypes that occurs in
+    a kernel, or every dtype of each tensor where `linear` has every pair on the same modules."""
     if LONG:
         return SPECS[op].dtype_choices(backend)
     return (
@@ -74,15 +74,15 @@ def _grouped(
 DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d in combinations(op, b)]
 
 
-# A CPU driver compiles each kernel for half a second to two. In the short profile, of products, where each type of
-# weights and of rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others
-# take, has tiles always where a GPU runs it), and drawn cases keep axes that are a kernel's constants.
-IN_TURN = [n for n, spec in SPECS.items() if spec.matrices]
+# A CPU driver compiles each kernel in 0.5 to 2 s. In the short profile, products alternate sizes over the types, since
+# each type of weights and rows is a kernel for each size. `linear`, whose modules the other products share, always has
+# tiles where a GPU runs it. Drawn cases keep axes that are a kernel's constants.
+ALTERNATING = [n for n, spec in SPECS.items() if spec.matrices]
 CONSTANTS = {"decode_attention": ("HQ", "HK", "D", "BS", "R", "KV")}
 
 
-def _turn(spec: OpSpec, dtypes: Mapping[str, str]) -> int:
-    """The same for an activation and a weight type in every product."""
+def _type_index(spec: OpSpec, dtypes: Mapping[str, str]) -> int:
+    """The same index for an activation and a weight type in every product."""
     weight = next(n for n, t in spec.inputs.items() if t.role == "weight" and len(t.shape) > 1)
     return sum(spec.inputs[n].dtype.index(dtypes[n]) for n in (next(iter(spec.inputs)), weight))
 
@@ -93,12 +93,11 @@ def on_gpu(device: Any) -> bool:
 
 
 @lru_cache(maxsize=8)
-def turns(op: str) -> frozenset[str]:
-    """Of a region's combinations those that a CPU driver runs in the short profile: every dtype of each tensor, and of
-    the others a sixth, which changes with the kernels. What every two dtypes have in common is in `linear`'s, of which
-    it runs all."""
+def in_short_profile(op: str) -> frozenset[str]:
+    """Of a region's combinations those that a CPU driver runs in the short profile: every dtype of each tensor, and a
+    sixth of the rest, which changes with the kernels. `linear` covers every pair of dtypes, and runs all."""
     every = combinations(op, "vulkan")
-    if LONG or op not in IN_TURN or op == "linear":
+    if LONG or op not in ALTERNATING or op == "linear":
         return frozenset(_ids(op, "vulkan", d) for d in every)
     least, digest = one_each(every), kernels_digest()
     rest = [_ids(op, "vulkan", d) for d in every if d not in least]
@@ -107,31 +106,36 @@ def turns(op: str) -> frozenset[str]:
 
 
 def sized(op: str, device: Any, dtypes: Mapping[str, str]) -> list[Case]:
-    """Decode, small and prefill sizes of one dtype combination, or in turn one of them; on cpu too, but of `linear`."""
+    """Decode, small and prefill sizes of one dtype combination, or alternately one of them; on cpu too, except for
+    `linear`."""
     spec, found = SPECS[op], list(dtype_cases(SPECS[op], dtypes))
-    if LONG or op not in IN_TURN or device.backend not in ("vulkan", "" if op == "linear" else "cpu"):
+    if LONG or op not in ALTERNATING or device.backend not in ("vulkan", "" if op == "linear" else "cpu"):
         return found
-    turn = _turn(spec, dtypes) % len(found)
-    return [found[min(turn, 1)], found[2]] if op == "linear" and on_gpu(device) else [found[turn]]
+    pick = _type_index(spec, dtypes) % len(found)
+    return [found[min(pick, 1)], found[2]] if op == "linear" and on_gpu(device) else [found[pick]]
 
 
 def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
-    """Axes that drawn cases of a combination whose sizes are `found` have in common: constants of its kernels; of
-    products also the rows, so that where compiling takes long the same kernels run."""
+    """Axes that drawn cases of a combination with sizes `found` keep: constants of its kernels; of products also the
+    rows, so that the same kernels run where compiling is slow."""
     if LONG:
         return {}
     spec, backend = SPECS[op], device.backend
     constants = CONSTANTS.get(op) or [n for n, a in spec.axes.items() if a.role == "streams"]
     fixed = {a: found[0].bind[a] for a in (constants if backend == "vulkan" else spec.backend(backend).static)}
-    if backend != "vulkan" or op not in IN_TURN or not spec.token_axis:
+    if backend != "vulkan" or op not in ALTERNATING or not spec.token_axis:
         return fixed
     if not on_gpu(device):
         sizes, axis = found[0].bind, spec.token_axis
-        kinds = (sizes[axis],) if sizes[axis] < 8 else (PRIME, 8)  # of some types no tile is small enough to be drawn
+        kinds = (
+            (sizes[axis],) if sizes[axis] < 8 else (PRIME, 8)
+        )  # of some types the smallest tile is too large to be drawn
         return fixed | {
             axis: next(n for n in kinds if n <= 8 or spec.flops({**sizes, axis: n}, found[0].attrs) <= MAX_FLOPS)
         }
-    few = op != "linear" or _turn(spec, found[0].dtypes) % 2  # tiles are its own: it draws for both kinds of kernels
+    few = (
+        op != "linear" or _type_index(spec, found[0].dtypes) % 2
+    )  # the tiles are its own: it draws for both kinds of kernels
     return fixed | {spec.token_axis: min(8, found[0].bind[spec.token_axis]) if few else PRIME}
 
 
@@ -139,8 +143,8 @@ def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
 def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, str]) -> None:
     """Its sizes, then drawn cases."""
     device, spec, ran = devices.get(backend, guard=GUARD), SPECS[op], 0
-    if backend == "vulkan" and not on_gpu(device) and _ids(op, backend, dtypes) not in turns(op):
-        pytest.skip(f"{device.name} compiles each kernel for a second: in the long profile, or when the turn is its")
+    if backend == "vulkan" and not on_gpu(device) and _ids(op, backend, dtypes) not in in_short_profile(op):
+        pytest.skip(f"{device.name} compiles each kernel for a second: outside this profile's share")
     for case in (found := sized(op, device, dtypes)):
         run_case(spec, device, case)
 
@@ -155,17 +159,17 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
 
 
 VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1", "R=8"))
-"""Edges that on Vulkan are kernels of test_variant or test_decode_attention.py too, which have each of these sizes of a
-head and of a group; and one of two parts of a head that rotate."""
+"""Edge cases on Vulkan that test_variant or test_decode_attention.py covers too, with each of these head and group
+sizes; and one of two partly rotated heads."""
 ONE_TYPE = ("decode_attention",)
-"""Operations most of whose edges are numbers that a kernel is given, and whose combinations of dtypes, each of them a
-kernel that a CPU driver compiles for two seconds, all run in test_dtypes."""
+"""Operations most of whose edge cases are runtime numbers of a kernel. All their dtype combinations, each a kernel that
+a CPU driver compiles for two seconds, run in test_dtypes."""
 
 
 def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """All in the long profile; else without those of axes that are constants of the NPU's kernels, of which each size
-    is compiled: fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant
-    has, and of some operations all with one combination of dtypes, in turn."""
+    """All in the long profile. Else without edge cases of axes that are constants of the NPU's kernels, where each size
+    is compiled: fixed and drawn sizes cover them. On Vulkan without those whose kernels test_variant covers; some
+    operations have all with one combination of dtypes, alternating."""
     static, varied = (
         ((), ()) if LONG else (spec.backend(backend).static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
     )
@@ -189,9 +193,9 @@ def test_workload(devices: Devices, op: str, backend: str, found: list[Case]) ->
 
 
 def _variants(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """All in the long profile; else, as each is compiled, of the NPU's attention every second head size for each kind
-    of scores; of decode attention, whose sizes test_decode_attention.py has too, every sixth; of attention a third of
-    those that are not for matrix units, such that each head size, each group and each number of rows comes up."""
+    """All in the long profile. Else, since each is compiled: every second head size for each kind of scores of the
+    NPU's attention; every sixth of decode attention, covered by test_decode_attention.py too; of attention a third of
+    those not for matrix units, such that each head size, group and number of rows occurs."""
     found = list(variant_cases(spec, backend))
     names = list(dict.fromkeys(name for name, _ in found))
     if LONG or "attention" not in spec.name:
@@ -208,23 +212,23 @@ def _variants(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
 
 @pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(_variants)))
 def test_variant(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
-    """Sizes at which another kernel is chosen. In the short profile the dtypes take turns over the sizes, on a GPU of
-    attention alone."""
+    """Sizes that select another kernel. In the short profile the dtypes alternate over the sizes, on a GPU for
+    attention only."""
     device = devices.get(backend, guard=GUARD)
-    turn = found[0].seed // 10 % len(found)
-    for case in found if LONG or (on_gpu(device) and "attention" not in op) else found[turn:][:1]:
+    pick = found[0].seed // 10 % len(found)
+    for case in found if LONG or (on_gpu(device) and "attention" not in op) else found[pick:][:1]:
         run_case(SPECS[op], device, case)
 
 
 def _splits(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """In the short profile five rows, which most other cases' kernels have: two are kernels of their own."""
+    """In the short profile five rows, as most other cases' kernels: two rows are separate kernels."""
     return split_cases(spec, backend) if LONG else split_cases(spec, backend, (5,))
 
 
 @pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(_splits, ("vulkan",))))
 @pytest.mark.slow
 def test_split_weight(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
-    """Weights larger than a storage buffer may be go in chunks of rows."""
+    """Weights larger than a storage buffer's limit are split into chunks of rows."""
     device = devices.get(backend, guard=GUARD, max_range=SPLIT_RANGE)
     for case in found:
         run_case(SPECS[op], device, case)
@@ -235,7 +239,7 @@ def test_split_weight(devices: Devices, op: str, backend: str, found: list[Case]
     ("backend", "case"), [pytest.param(b, c, id=f"{b}-{n}") for n, c in PAST.items() for b in BACKENDS]
 )
 def test_past_failure(devices: Devices, backend: str, case: Case) -> None:
-    """Every case that once failed."""
+    """Every regression case."""
     run_case(SPECS[case.op], devices.get(backend, guard=GUARD), case)
 
 

@@ -1,4 +1,4 @@
-"""The oracle against independent references, written another way: loops, complex numbers, integers, statistics."""
+"""The oracle against independent references: loops, complex numbers, integers, statistics."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_integer_dots_at_their_largest() -> None:
 def test_linear_is_the_product_of_the_stored_numbers(w_type: str, x_type: str) -> None:
     x, w = quantise(normal(1, 3, 96), x_type), quantise(normal(2, 50, 96), w_type)
     numbers = dequantise(w, np.float32)
-    if x_type == "f16":  # what matrix units multiply
+    if x_type == "f16":  # as matrix units multiply
         numbers = numbers.astype(np.float16)
     want = dequantise(x, np.float64) @ numbers.astype(np.float64).T
     assert np.allclose(call("linear", {"x": x, "w": w}, {}, {"y": "f32"})["y"].array, want, atol=1e-5)
@@ -115,7 +115,7 @@ def test_linear_in_row_blocks_has_no_seam(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.allclose(got[0], want[0], atol=1e-5) and np.allclose(got[1], want[1], atol=1e-12)
 
 
-def test_regions_are_their_members_in_turn() -> None:
+def test_regions_equal_their_members_in_sequence() -> None:
     x = quantise(normal(1, 3, 64), "q8_act")
     wg, wd = quantise(normal(2, 192, 64), "q4_0"), quantise(normal(3, 64, 96), "q8_0")
     (gate_up,) = ORACLE["linear"](x=x, w=wg)
@@ -222,7 +222,7 @@ def test_attention_equals_three_loops(seed: int, rows: list, window: int, groups
             for weight, a in zip(weights, at, strict=True):
                 want[r, h] += weight / math.fsum(weights) * v_cache[a][h // (hq // hk)].astype(float)
                 seen[a] = True
-    k_cache[~seen] = v_cache[~seen] = np.nan  # what no row may see may hold anything
+    k_cache[~seen] = v_cache[~seen] = np.nan  # positions outside every row's view may hold anything
     (o,) = ORACLE["attention"](
         q=q,
         k_cache=k_cache,

@@ -1,6 +1,5 @@
-"""A product whose K splits are added up by the row kernel behind it: each step is judged by its own operation's
-definition, on what both left in memory. Where a device has no matrix units, whose products alone are split, parts are
-made in another way."""
+"""Split-K products whose partials the next row kernel adds. Each step is checked by its own operation's definition, on
+the memory left by both. Where a device has no matrix units, the only split products, partials are made another way."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 SHORT = {**SIZES, "hidden": 128, "heads": 96}
 PARTS, GRIDS = 5, 1  # dispatches: grids of live rows
-AT = PARTS // 2  # the part that holds the product, where the others are made zeros
+AT = PARTS // 2  # the part that holds the product; the other parts are zeros
 
 
 def pair(
@@ -60,7 +59,7 @@ def pair(
 
 
 def attention(product: Mapping[str, int], live: int) -> Case:
-    """Of a product of queries, keys and values, or of queries alone, by its sizes."""
+    """A product of queries, keys and values, or of queries only, by its sizes."""
     spec, rows = SPECS["decode_attention"], product["T"]
     if "HQ" in product:
         heads = {"KV": 2, **{axis: product[axis] for axis in ("HQ", "HK", "D")}}
@@ -79,7 +78,7 @@ def reader(op: str, hidden: int, rows: int, live: int, y: str = "f16") -> Case:
 
 
 def zeros_beside(rec: Any, step: Step, t: Mapping[str, Any], partials: int = 0) -> None:
-    """linear whose parts are its whole and, for the others, products with the plan's tensor of zeros."""
+    """linear whose first partial is the whole product; the others are products with the plan's zero tensor."""
     if not partials:
         return linear_record(rec, step, t)
     rows = step.bind["T"]
@@ -106,7 +105,7 @@ def parts_by_other_means() -> Iterator[None]:
 
 
 def given_more(plan: Plan, more: Mapping[str, Tensor]) -> Plan:
-    """With these tensors beside its own."""
+    """The same with these additional tensors."""
     decls = {n: TensorDecl(n, t.dtype, t.shape, "weight") for n, t in more.items()}
     return replace(plan, tensors={**plan.tensors, **decls})
 
@@ -123,7 +122,7 @@ def judge(
 
 @pytest.mark.parametrize("op", [op for op in _partials.READERS if op != "decode_attention"])
 def test_parts_are_added_up_and_their_sum_is_kept(devices: Devices, op: str) -> None:
-    """Against the operation's definition of the sum, and the sum itself bit by bit: parts are added in their order."""
+    """Against the operation's definition of the sum, and the sum bit by bit: partials are added in order."""
     device = devices.get("vulkan", guard=GUARD)
     for hidden, rows, live, count in ((2560, 2, 2, 8), (96, 1, 0, 2), (1056, 3, 3, 5), (5376, 2, 2, 3))[
         : None if LONG else 2
@@ -182,7 +181,7 @@ def test_a_product_keeps_its_partials_and_added_up_by_its_reader(devices: Device
         assert judge(device, live=0) == GRIDS + PARTS + 1
 
 
-def test_what_does_not_follow_is_recorded_step_by_step(devices: Devices) -> None:
+def test_independent_steps_are_recorded_separately(devices: Devices) -> None:
     device = devices.get("vulkan", guard=GUARD)
     with parts_by_other_means():
         assert judge(device, swaps={"1.a": "b"}) == GRIDS + 2
@@ -193,7 +192,7 @@ def test_what_does_not_follow_is_recorded_step_by_step(devices: Devices) -> None
 
 @pytest.mark.parametrize("ops", _partials.OPS, ids="-".join)
 def test_a_table_says_whether_partials_are_kept(ops: tuple[str, str]) -> None:
-    """What the product writes is what its reader reads, in as many parts as both are told; else it writes its
+    """The product writes the number of partials that its consumer reads, as both are configured; else it writes its
     result."""
     units = ("f16_matrices", "matrix_lanes")
     dry = DryDevice(features=units.__contains__, tuning="nvidia", cores=132, shared_bytes=49152)
@@ -207,7 +206,7 @@ def test_a_table_says_whether_partials_are_kept(ops: tuple[str, str]) -> None:
         assert splits - (1 << 31) == found if found else splits < 1 << 31
         assert product.grid[1] == 8 * (splits & ~(1 << 31))
         assert product.writes[0].size == 4 * 32 * 512 * (found or 1)
-        if ops[1] != "decode_attention":  # whose number is a constant of the pipeline
+        if ops[1] != "decode_attention":  # the number is a constant of the pipeline
             assert struct.unpack("<I", read.push[-4:]) == (found or 1,)
 
 
@@ -215,7 +214,7 @@ ROWS = {"32x64": 27, "64x64": 61, "8x256": 7, "16x256": 11, "24x256": 19, "32x25
 
 
 def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> None:
-    """Sizes of which K is no whole number of stages, and some splits have nothing."""
+    """Sizes whose K is not a whole number of stages, with some empty splits."""
     sizes = {**SIZES, "hidden": 320, "heads": 1088, "ffn": 1344}
     made = pair(ops, sizes, ROWS[tile], "f16", live)
     with (

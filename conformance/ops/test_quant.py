@@ -68,8 +68,7 @@ def _q8_act_is_its_definition(x: np.ndarray) -> None:
 @given(x=matrices)
 @CASES
 def test_encoding_equals_ggml(x: np.ndarray) -> None:
-    """Of every type: drawing the numbers takes longer than all that is asked of them. int8 activations are not
-    ggml's."""
+    """All types together: drawing the numbers is slower than the checks. int8 activations are not ggml's."""
     for dtype in GGML:
         tensor = quantise(x, dtype)
         raw = ggml_bytes(x, dtype)
@@ -126,7 +125,7 @@ def test_q8_act_of_a_block_that_is_not_finite_is_nan() -> None:
 
 
 def test_encode_rounds_float64_once_and_takes_integers() -> None:
-    between = np.float64(1) + 2.0**-11 + 2.0**-40  # float32 would make a tie of it
+    between = np.float64(1) + 2.0**-11 + 2.0**-40  # rounding to float32 first would make a tie of it
     assert encode(np.array([between]), "f16").array[0] == np.float16(1 + 2.0**-10)
     assert encode(np.array([3, -1]), "i32").array.tolist() == [3, -1]
     with pytest.raises(ValueError, match="cannot encode"):

@@ -1,5 +1,5 @@
-"""Sampling parameters and constraints: the words that devices read, what is refused, and the adjusted distribution by a
-second hand."""
+"""Sampling parameters and constraints: the encoded words, refusals, and the adjusted distribution by a second
+implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid.kernels.oracle.distribution import adjust_logits, logprobs
 
 
 def test_every_sampling_option_is_drawn() -> None:
-    """By conformance of sample and adjust_logits: an option that a backend ignores is seen."""
+    """The cases of sample and adjust_logits draw every option: a backend that ignores an option fails."""
     drawn = {"logit_bias"}  # test_figures_by_hand
     for seed in range(60):
         params, penalties = Params.of(inputs._params(seed, 0)), inputs._penalties(seed, 0)
@@ -61,7 +61,7 @@ def test_words_are_what_the_operation_reads() -> None:
         {"logprobs": 20},
     ],
 )
-def test_what_lies_at_the_border_is_taken(given: dict) -> None:
+def test_values_at_the_border_are_accepted(given: dict) -> None:
     Sampling(**given).words()
 
 
@@ -108,7 +108,7 @@ def test_what_lies_at_the_border_is_taken(given: dict) -> None:
         {"logprobs": 1.0},
     ],
 )
-def test_what_cannot_be_sampled_by_is_said(given: dict) -> None:
+def test_invalid_sampling_parameters_are_errors(given: dict) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(given))} must "):
         Sampling(**given)
 
@@ -137,7 +137,7 @@ def test_only_what_is_asked_for_changes_the_plan() -> None:
     }
 
 
-def test_what_the_device_reports_as_numbers() -> None:
+def test_reported_log_probabilities_as_numbers() -> None:
     ids, values = np.full(21, -1, np.int32), np.full(21, -np.inf, np.float32)
     ids[:3], values[:3] = [7, 4, 7], [-1.5, -0.5, -1.5]
     assert reported(ids, values, 2) == ((7, -1.5), ((4, -0.5), (7, -1.5)))
@@ -158,11 +158,11 @@ def test_a_mask_holds_its_ids(vocab: int) -> None:
         mask_of([0, vocab], vocab)
 
 
-def test_a_mask_that_allows_nothing_is_said() -> None:
+def test_an_empty_mask_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^the constraint allows no token here"):
         checked_mask(mask_of([], 40), 40, 40)
     with pytest.raises(ValueError, match=r"^the constraint allows no token here"):
-        checked_mask(mask_of([37, 38], 40), 40, 37)  # only ids that the tokenizer does not have
+        checked_mask(mask_of([37, 38], 40), 40, 37)  # only ids outside the tokenizer
     assert checked_mask(mask_of([36], 40), 40, 37) is not None
     with pytest.raises(ValueError, match=r"give at least one id"):
         Allowed([], 40)
@@ -215,7 +215,7 @@ def adjusted(
 @pytest.mark.parametrize("allowed", [None, {1, 2, 6}])
 def test_the_adjusted_row_is_that_of_the_formulas(s: Sampling, allowed: set[int] | None) -> None:
     row, said, prompt = [1.5, -0.5, 3.0, 0.0, 2.0, -4.0, 1.0], [2, 1, 1, 5, 2, 1], 3
-    history = np.full((2, 9), 6, np.int32)  # what comes later is not read
+    history = np.full((2, 9), 6, np.int32)  # later tokens are not read
     history[1, : len(said)] = said
     ids, bias = s.bias_rows()
     (got,) = adjust_logits(

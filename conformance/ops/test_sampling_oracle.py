@@ -97,21 +97,20 @@ def test_draws_follow_the_truncated_distribution(options: dict, kept: int) -> No
 @pytest.mark.parametrize(
     "options, first",
     [
-        ({"min_p": 0.4}, 0.4),  # as a share of the best one's mass
+        ({"min_p": 0.4}, 0.4),  # as a share of the best id's mass
         ({"min_p": 0.4, "temperature": 0.8}, 0.4),
-        ({"top_p": 0.4}, 1.5),  # 0.4 of the mass is the best one's: (1 - 0.4) / 0.4 is all the others'
+        ({"top_p": 0.4}, 1.5),  # 0.4 of the mass is the best one's: (1 - 0.4) / 0.4 is that of all others
         ({"top_p": 0.4, "temperature": 0.8}, 1.5),
     ],
 )
 def test_a_cut_is_exact_to_a_thousandth(options: dict, first: float) -> None:
-    """Others that weigh a little more and a little less than the cut asks for: which of them are drawn tells where it
-    is."""
+    """Other ids weigh a little more and a little less than the cut: the drawn ids show where the cut is."""
     by_mass, scale = "top_p" in options, options.get("temperature", 1.0)
     for share, kept in ((1.0005, True), (0.9995, False)):
         others = first * share / (40 if by_mass else 1)
         logits = (scale * np.log([1.0, *[others] * 40])).astype(np.float32)
         found = set(draws(logits, 60, **options))
-        assert (len(found) > 1) == kept, f"{found} of ids that weigh {share} of what the cut asks for"
+        assert (len(found) > 1) == kept, f"{found} of ids with {share} of the cut's mass"
 
 
 def test_ties_at_the_border_of_top_k_and_top_p_are_kept() -> None:
@@ -129,7 +128,7 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     "words", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.5}]
 )
 @pytest.mark.parametrize("real", [np.float32, np.float64])
-def test_nothing_is_chosen_from_logits_that_are_not_finite(words: dict[str, Any], real: Any) -> None:
+def test_no_token_is_sampled_from_nonfinite_logits(words: dict[str, Any], real: Any) -> None:
     one = params(**words)
     for wrong in ([3, np.nan, 1], [-np.nan, 2, 1], [1, np.inf, 2], [np.nan, np.inf, -np.inf], [-np.inf] * 3):
         assert choose(np.array(wrong, np.float32), one, 0, real) == NOT_FINITE
@@ -201,15 +200,17 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
         -9,
         3,
         2,
-    ]  # slot 1's for position 4, slot 0's for 1 (none), nobody's
+    ]  # slot 1's for position 4, slot 0's for 1 (none), unused
     call("begin_pass", {"inbox": np.array(guessed, np.int32), **begun}, {"sets": 1}, {})
     assert begun["tokens"].tolist() == [7, 0, 0] and state["history"][0, 4] == 7
-    follows, before = -(2**30), state["history"].copy()  # slot 0 goes on at 6 with token 2, behind what slot 1 has
+    follows, before = -(2**30), state["history"].copy()  # slot 0 continues at 6 with token 2, after slot 1's rows
     rows = [follows - 1, follows, 2, follows - 1, -1, 0, follows - 3, follows, 0]
     begun["turn"][:] = 6
     state["next_position"][2] = 3
     call("begin_pass", {"inbox": np.array([7, 3, 0, 0, 0, 0, 0, 0, *rows], np.int32), **begun}, {"sets": 1}, {})
-    assert begun["positions"].tolist() == [3, 6, 6] and begun["tokens"].tolist() == [6, 2, 2], "nobody's slot: its own"
+    assert begun["positions"].tolist() == [3, 6, 6] and begun["tokens"].tolist() == [6, 2, 2], (
+        "no other slot's: its own"
+    )
     assert np.argwhere(state["history"] != before).tolist() == [[2, 3]]
     rows = [follows - 2, follows, 2, follows, -1, 2]
     begun["turn"][:] = 6

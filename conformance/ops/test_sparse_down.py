@@ -1,4 +1,4 @@
-"""Sparse feed-forwards that read columns of down: the second layout, every type and number of rows, and a whole
+"""Sparse feed-forwards that read columns of down: the column-major copy, every type and number of rows, and a whole
 model."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def case(w: str, rows: int, h: str = "q8_act", sparsity: float = 0.9):
 
 @pytest.fixture(scope="module")
 def radv():
-    """Vulkan with the table of Mesa's driver for AMD, which asks for columns."""
+    """Vulkan with the table of Mesa's driver for AMD, which selects columns."""
     try:
         with VulkanDevice("vulkan", tuning="radv") as device:
             yield device
@@ -61,16 +61,14 @@ def test_columns_make_what_the_oracle_does(radv, w, rows):
 
 @pytest.mark.parametrize("w", SCALED)
 def test_a_damaged_row_is_not_skipped_with_its_codes(radv, w):
-    """Of three rows the first and the last hold a NaN, which reaches h as scales, whatever the codes beside them
-    are."""
+    """Of three rows the first and the last hold a NaN, which reaches h as scales, whatever their codes are."""
     run_case(FFN, radv, replace(case(w, 3), kinds={"x": "nan"}))
 
 
 @pytest.mark.parametrize("w", SCALED)
 @pytest.mark.parametrize("scale", [np.nan, np.inf])
 def test_a_block_without_codes_counts_where_its_scale_is_damaged(w, scale):
-    """What a driver makes of the codes of a block with a NaN is its own affair. The kernel alone, as a binding of
-    `linear`."""
+    """A driver may encode a block with a NaN to any codes. Tests the kernel alone, as a binding of `linear`."""
 
     def alone(rec, step, t):
         sparse_down(
@@ -108,8 +106,8 @@ def test_a_block_without_codes_counts_where_its_scale_is_damaged(w, scale):
         ("q4_0", 1, "f32", 0.9, False),
     ],
 )
-def test_who_reads_columns(w, rows, h, sparsity, takes):
-    """Few rows of int8 activations, of a sparse layer, in types that have the kernel, where the table asks for it."""
+def test_which_steps_read_columns(w, rows, h, sparsity, takes):
+    """Few rows of int8 activations, of a sparse layer, in types with such a kernel, where the table selects it."""
     for tuning, expected in (("radv", takes), ("default", False), ("nvidia", False)):
         names = [
             d.kernel.name
@@ -121,7 +119,7 @@ def test_who_reads_columns(w, rows, h, sparsity, takes):
 @pytest.mark.parametrize("f", [64, 512])
 @pytest.mark.parametrize("w", SCALED)
 def test_the_second_layout_by_hand(radv, w, f):
-    """Codes [F, N], scales [F / 32, N], of rows in tiles too; written again with the weight, dropped with it."""
+    """Codes [F, N], scales [F / 32, N], for tiled rows too; rewritten with the weight, dropped with it."""
     rng, n = np.random.default_rng(5), 96
     radv.reset()
     for again in (False, True):
@@ -136,9 +134,7 @@ def test_the_second_layout_by_hand(radv, w, f):
             codes = np.concatenate([blocks & 15, blocks >> 4], axis=-1).reshape(n, f)
         tensor = radv.by_columns(radv.tensor("w"))
         radv.wait()
-        made, of_blocks = (
-            np.empty(p.size, np.uint8) for p in tensor.parts
-        )  # read() takes rows for those of the weight
+        made, of_blocks = (np.empty(p.size, np.uint8) for p in tensor.parts)  # read() returns the weight's rows
         for piece, out in zip(tensor.parts, (made, of_blocks), strict=True):
             radv.transfer.download(piece, out)
         made = np.stack([made & 15, made >> 4], axis=-1).reshape(f, n) if w == "q4_0" else made.reshape(f, n)
@@ -160,9 +156,9 @@ def test_second_layouts_of_a_published_size_are_planned_as_weights():
 
 @pytest.mark.skipif(not LONG, reason="a model's kernels to compile; the long profile does")
 @pytest.mark.usefixtures("radv")
-def test_a_model_that_reads_columns_says_the_same_and_its_memory_is_planned(tmp_path: Path):
-    """Two of a small model's layers are sparse. Its second layouts are made once, for all plans, and are planned as
-    weights; what its choices are worth is what dense products make of them, but for rounding."""
+def test_a_model_that_reads_columns_gives_the_same_tokens_in_planned_memory(tmp_path: Path):
+    """Two of a small model's layers are sparse. The column-major copies are made once for all plans, and are planned as
+    weights. The tokens equal those of dense products, up to rounding."""
     hp = tiny_gemma3n()
     folder, found = write_hf(tmp_path, hp, dtype="f32"), {}
     for most in (4, 0):

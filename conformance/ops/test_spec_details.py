@@ -1,5 +1,4 @@
-"""Small promises of declarations, their commands, messages and units: each was broken once without another test
-noticing."""
+"""Details of declarations, their commands, messages and units: each was broken once without another test noticing."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def test_steps_meet_where_phase_and_layers_do() -> None:
         (MemoryError("9 GiB"), "not enough memory: 9 GiB; use a smaller ctx"),
     ],
 )
-def test_an_error_is_told_in_one_line(error: Exception, line: str) -> None:
+def test_an_error_is_one_line(error: Exception, line: str) -> None:
     said = describe(error)
     assert said.startswith(line) and "\n" not in said and ("HYBRID_DEBUG=1" in said) == line.startswith("internal")
 
@@ -190,7 +189,7 @@ def test_the_demonstration_models_sizes_are_those_of_their_files(name: str) -> N
 
 
 def test_workloads_have_the_sizes_of_models_and_passes() -> None:
-    """By hand, for one of each kind: role, expression, variant, pass of a variant, no pass, attribute, tag."""
+    """By hand, one of each kind: role, expression, variant, pass of a variant, no pass, attribute, tag."""
     found = {
         (o, w.id): w
         for o in ("decode_attention", "logits", "dequantize", "embed", "linear")

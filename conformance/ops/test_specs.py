@@ -1,4 +1,4 @@
-"""The declarations: every spec is sound, every mistake in one gives one line with file, key and fix."""
+"""The declarations: every spec is valid, every mistake in one gives one line with file, key and fix."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_workloads_of_an_operation_that_says_nothing_are_those_of_its_schedules(
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_results_that_are_verified_apart_have_definitions_of_their_own(name: str) -> None:
+def test_results_that_are_verified_separately_have_definitions(name: str) -> None:
     op = OPS[name]
     for result, t in op.tensors.items():
         if t.given or result in op.scratch:
@@ -99,7 +99,7 @@ def test_results_that_are_verified_apart_have_definitions_of_their_own(name: str
             assert set(t.given) <= taken <= {*op.inputs, *op.attributes, *t.given}, result
 
 
-def test_a_backend_that_does_not_run_an_operation_says_why() -> None:
+def test_a_backend_gives_a_reason_for_each_missing_operation() -> None:
     linear = OPS["linear"]
     assert linear.runs_on("cpu") and not linear.runs_on("npu")
     with pytest.raises(SpecError, match=r"linear\.toml: not_on\.npu: its cores have no float32 multiply"):
@@ -116,7 +116,7 @@ def test_every_result_has_a_tolerance_for_every_dtype(name: str) -> None:
             assert op.tolerance_of(tensor, choice[tensor]).metric
 
 
-def test_what_a_spec_does_not_say_is_that_of_its_kind() -> None:
+def test_defaults_of_a_spec_are_those_of_its_kind() -> None:
     """By hand: tolerances of other types than f32, sizes of axes."""
     f32, q8 = (OPS["rmsnorm"].tolerance_of("y", d) for d in ("f32", "q8_act"))
     assert (f32.metric, q8.metric, q8.scale, str(q8.reduction), q8.c, q8.tie) == (
@@ -127,7 +127,7 @@ def test_what_a_spec_does_not_say_is_that_of_its_kind() -> None:
         1,
         1e-4,
     )
-    assert str(OPS["fused_ffn"].tolerance_of("h", "f16").reduction) == "H"  # not that of y
+    assert str(OPS["fused_ffn"].tolerance_of("h", "f16").reduction) == "H"  # not y's
     assert OPS["decode_attention"].tolerance_of("k_cache", "f16").c_out == 2  # as written
     assert OPS["decode_attention"].tolerance_of("k_cache", "q8_0").c_out == 1
     assert OPS["verify"].tolerance == {} and OPS["take_routes"].tolerance_of("wanted_slots", "i32").metric == "exact"
@@ -141,7 +141,7 @@ def test_every_edge_value_is_used_and_documented() -> None:
 
 
 # ------------------------------------------------------------------------------------------- errors in a declaration
-# What is changed in linear.toml (text, replacement), the key that must be named, and a piece of the fix.
+# A change of linear.toml (text, replacement), the key that must be named, and a piece of the fix.
 MISTAKES = {
     "unknown key": ('shape = ["T", "N"]', 'shpae = ["T", "N"]', "outputs.y.shpae", "did you mean 'shape'?"),
     "unknown table": ("[numerics]", "[numeric]", "numeric", "did you mean 'numerics'?"),
@@ -307,7 +307,7 @@ def test_a_mistake_gives_one_line_with_file_key_and_fix(mistake: str, tmp_path: 
     path = tmp_path / "linear.toml"
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(SpecError) as caught:
-        _ = load_op(path).workload  # the last that is made of a declaration
+        _ = load_op(path).workload  # the last check of a declaration
     message = str(caught.value)
     assert message.startswith(f"{path}: {key}"), message
     assert fix in message and "\n" not in message, message
@@ -383,7 +383,7 @@ def test_shapes_determine_their_axes(name: str, data: st.DataObject) -> None:
     except SpecError as e:
         assert tensor in str(e) or any(t in str(e) for t in shapes)
         assert "\n" not in str(e)
-    else:  # an axis of that tensor alone
+    else:  # an axis of that tensor only
         assert other != bind
 
 
@@ -451,7 +451,7 @@ def test_costs_are_those_worked_out_by_hand() -> None:
 
 
 def test_live_counts_bound_rows_or_outputs() -> None:
-    """Output rows where there are any: their number is not that of the pass's rows."""
+    """Output rows where there are any: their number differs from that of the pass's rows."""
     examples = {"linear": "T", "logits": "O", "verify": "O", "take_rows": "O", "dequantize": None, "begin_pass": None}
     assert {n: OPS[n].token_axis for n in examples} == examples
 
@@ -475,8 +475,8 @@ def test_requirements_follow_the_dtypes() -> None:
     assert set(plain) < set(linear.requirements("vulkan"))
 
 
-def _chosen(op: OpSpec, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Modules that its bindings choose, on a device with narrow subgroups and nothing optional and on a GPU."""
+def _selected(op: OpSpec, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Modules that its bindings select, on a device with small subgroups and no optional feature and on a GPU."""
     modules_of: set[str] = set()
     for device in (DryDevice(8), DryDevice(32, features=lambda feature: True, tuning="nvidia", cores=132)):
         chosen = spy_kernels(device, monkeypatch)
@@ -489,9 +489,9 @@ def _chosen(op: OpSpec, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("name", [n for n, op in OPS.items() if op.runs_on("vulkan")])
 def test_declared_features_are_those_that_the_shaders_ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every capability of a SPIR-V module is declared for the dtypes in its name, and nothing else is declared."""
+    """Every capability of a SPIR-V module is declared for the dtypes in its name, and no other capability is declared."""
     backend, asked = OPS[name].backend("vulkan"), set()
-    for module in _chosen(OPS[name], monkeypatch):
+    for module in _selected(OPS[name], monkeypatch):
         needs = {CAPABILITIES[c] for c in inspect(modules.read(SPIRV, module)).capabilities if c in CAPABILITIES}
         needs.discard("subgroup basic")  # every Vulkan device has it in compute kernels
         declared = {*backend.requires, *backend.uses}

@@ -1,4 +1,4 @@
-"""Tuning tables: strict files, the class of a device, the first entry that holds, and every candidate proved."""
+"""Tuning tables: strict files, the class of a device, the first matching entry, and every candidate proved."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ def test_an_opened_device_has_the_table_of_its_class(devices):
 
 
 @pytest.mark.parametrize("family", [f.name for f in space().family if not f.fused])
-def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, matrices, family):
-    """Every value of every number at least once, and every entry of every table, on cases that ask for the family: on
-    two of them (in the short profile, where each is compiled, on these in turn), on matrix units on all, where they are
-    interpreted on one. A CPU driver, which compiles each for seconds, has half of them in the short profile, of decode
-    attention's many a twelfth; which changes with the kernels."""
+def test_every_candidate_computes_what_the_oracle_does(devices, matrices, family):
+    """Every value of every parameter at least once, and every entry of every table, on the family's cases: on two of
+    them (in the short profile, where each is compiled, on one, alternating), on matrix units on all, interpreted on
+    one. A CPU driver, which compiles each for seconds, runs half of them in the short profile, of decode attention's a
+    twelfth; the share changes with the kernels."""
     declared = space().named(family)
     device = matrices() if declared.needs == "f16_matrices" else devices.get("vulkan")
     if declared.needs and not device.has(declared.needs):
@@ -194,7 +194,7 @@ def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, matrices,
     ],
 )
 def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types, tiles):
-    """Passes of large models take f16 from three rows on there, and these products go to the matrix units."""
+    """Passes of large models take f16 from three rows on there, and these products use matrix units."""
     assert [Tuning("nvidia").few_rows(hidden) for hidden in (2560, 5376)] == [FEW_ROWS, 2]
     assert Tuning(tuning.DEFAULT).few_rows(5376) == FEW_ROWS
     spec = load_op(op)
@@ -211,7 +211,7 @@ def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types, tile
 @pytest.mark.parametrize(
     ("rows", "w", "tile"), [(11, "q4_0", ".32x64"), (27, "q6_k", ".32x64"), (40, "q6_k", ".32x64")]
 )
-def test_where_lanes_hold_other_elements_packed_weights_take_the_tiles_of_shared_memory(rows, w, tile):
+def test_other_fragment_layouts_use_shared_memory_tiles(rows, w, tile):
     dry = DryDevice(features=lambda feature: feature == "f16_matrices", tuning="nvidia")
     types = {"x": "f16", "w": w, "y": "f32"}
     case = replace(next(iter(dtype_cases(load_op("linear"), types))), bind={"T": rows, "N": 331, "K": 512}, rows=rows)

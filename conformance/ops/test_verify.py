@@ -1,4 +1,4 @@
-"""verify: what becomes of guessed rows, by hand and beside a plain account of it."""
+"""verify: acceptance of draft rows, by hand and against a plain model of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hybrid.core.plan import FAULTED, NOT_FINITE
 from hybrid.kernels.oracle import ORACLE
 
 CTX = 12
-LEFT = {"next_token": 77, "next_position": 5, "accepted": 9}  # of a slot before
+LEFT = {"next_token": 77, "next_position": 5, "accepted": 9}  # of an earlier sequence of the slot
 
 
 def run(rows: list[tuple[int, int, int]], choices: dict[tuple[int, int], int], slots: int = 3) -> dict[str, list[int]]:
-    """rows: (slot, position, token), all of them output rows; choices: (slot, position of the row) -> what sample chose
+    """rows: (slot, position, token), all of them output rows; choices: (slot, position of the row) -> the token sampled
     there."""
     columns = np.array(rows, np.int32).reshape(-1, 3)
     history = np.zeros((slots, CTX), np.int32)
@@ -33,7 +33,7 @@ def run(rows: list[tuple[int, int, int]], choices: dict[tuple[int, int], int], s
     return {name: array.tolist() for name, array in state.items()}
 
 
-def test_a_run_goes_on_after_its_last_right_guess() -> None:
+def test_a_run_continues_after_its_last_accepted_draft() -> None:
     rows = [(1, 4, 10), (1, 5, 11), (1, 6, 12), (1, 7, 13)]
     for wrong, accepted in ((5, 0), (6, 1), (7, 2), (None, 3)):
         choices = {(1, p): (99 if p + 1 == wrong else t + 1) for _, p, t in rows}
@@ -47,18 +47,18 @@ def test_a_run_goes_on_after_its_last_right_guess() -> None:
         assert all(found[name][other] == value for name, value in LEFT.items() for other in (0, 2)), "of no other slot"
 
 
-def test_runs_of_several_sequences_and_rows_without_guesses() -> None:
+def test_runs_of_several_sequences_and_rows_without_drafts() -> None:
     rows = [(2, 0, 1), (0, 3, 5), (0, 4, 6), (1, 5, 8), (1, 6, 9)]
     found = run(rows, {(2, 0): 2, (0, 3): 6, (0, 4): 7, (1, 5): 4, (1, 6): 4})
     assert found == {"accepted": [1, 0, 0], "next_token": [7, 4, LEFT["next_token"]], "next_position": [5, 6, 5]}
 
 
 @pytest.mark.parametrize(("choice", "position"), [(NOT_FINITE, 6), (FAULTED, 5)])
-def test_where_nothing_was_chosen_a_slot_keeps_a_token_that_can_be_run(choice: int, position: int) -> None:
+def test_a_slot_without_a_sampled_token_keeps_a_valid_one(choice: int, position: int) -> None:
     found = run([(0, 5, 3), (0, 6, 4)], {(0, 5): choice, (0, 6): 8})
     assert (found["accepted"][0], found["next_token"][0], found["next_position"][0]) == (0, 3, position)
 
 
-def test_the_choice_behind_the_context_is_not_known() -> None:
+def test_the_token_after_the_context_is_unknown() -> None:
     found = run([(0, CTX - 2, 3), (0, CTX - 1, 4)], {(0, CTX - 2): 4})
     assert (found["accepted"][0], found["next_token"][0], found["next_position"][0]) == (1, 4, CTX)

@@ -1,5 +1,4 @@
-"""Attention over the rows whose logits are wanted: their count is another word of control than that of the pass's
-rows."""
+"""Attention over the rows whose logits are wanted: their count is another control word than that of the pass's rows."""
 
 from __future__ import annotations
 

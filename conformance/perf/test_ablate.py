@@ -41,7 +41,7 @@ def baseline(device):
 
 
 def text(made, program):
-    """Ids that a decode program chooses for positions 9..END, and the one before them."""
+    """Ids that a decode program samples for positions 9..END, and the previous one."""
     ablate.seconds(made, program, 8, 1)
     return ablate.decode(made, 8, END - 8, 7)[1]
 
@@ -75,7 +75,7 @@ def test_the_command_measures_what_it_is_asked(device, capsys):
 
 
 def test_a_speed_up_is_measured_on_plans_without_what_cannot_stay(device, monkeypatch):
-    """Both sides are then compiled without it; the other side without the switch as well."""
+    """Both sides are compiled without the incompatible parts; the other side without the switch as well."""
     compiled = []
     real = ablate.program_without
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_a_speed_up_is_measured_on_plans_without_what_cannot_stay(device, monkey
 
 @pytest.mark.parametrize("name", [s.name for s in load_switches().values() if s.tuning])
 def test_a_switch_of_the_tuning_table_changes_what_plans_ask_and_is_undone(name):
-    """What the switched plan asks for is the override, whatever the table says; afterwards it is the table's again."""
+    """The switched plan uses the override, whatever the table says; afterwards the table's value again."""
     override, tuning = find_switch(name).tuning, Tuning("nvidia")
     declared = space().named(override.family)
     default = {key: values[0] for key, values in declared.candidates.items()}

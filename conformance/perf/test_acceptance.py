@@ -1,4 +1,4 @@
-"""Acceptance: passes are counted as a verification counts them, and pairs of models are measured by their choices."""
+"""Acceptance: passes are counted as a verification counts them, and pairs of models are measured by their best tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [[2, 5, 9, 30], [2, 77, 8, 41, 16]]
 
 
 def played(agreed: list[bool], length: int) -> int:
-    """Passes of a verification, token by token: choices 0, 1, 2, ..; a draft guesses them where it agrees, else -1."""
+    """Passes of a verification, token by token: tokens 0, 1, 2, ..; the draft proposes them where it agrees, else -1."""
     text, done, count = list(range(len(agreed))), 0, 0
     while done < len(text):
         guesses = [t if agreed[t] else -1 for t in text[done : done + length]]
@@ -29,7 +29,7 @@ def played(agreed: list[bool], length: int) -> int:
             if guess != text[done]:
                 break
             done += 1
-        done += 1  # the choice after the last accepted guess
+        done += 1  # the token after the last accepted draft
     return count
 
 
@@ -47,11 +47,11 @@ def test_figures_by_hand() -> None:
         summed([[]])
 
 
-def test_what_was_measured_is_plausible() -> None:
+def test_measured_acceptance_is_plausible() -> None:
     for pair in pairs():
         assert list(pair.tokens) == sorted(pair.tokens) and pair.tokens[0] <= 2
         assert pair.tokens[0] >= 1 and all(t <= k + 1 for k, t in zip(LENGTHS, pair.tokens, strict=True))
-        assert abs(pair.tokens[0] - (1 + pair.agreed)) < 0.15  # one guess a pass: accepted about as often as it agrees
+        assert abs(pair.tokens[0] - (1 + pair.agreed)) < 0.15  # one draft a pass: accepted about as often as it agrees
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "drawn"])
@@ -60,7 +60,7 @@ def test_a_model_drafts_for_itself_best(tmp_path: Path, sampling: Sampling) -> N
     with hybrid.load(folders[0], "cpu", ctx=64) as model, hybrid.load(folders[1], "cpu", ctx=64) as other:
         itself, stranger = (measure(model, draft, PROMPTS, 20, sampling) for draft in (model, other))
     assert itself.choices == stranger.choices == 40
-    assert itself.agreed >= 0.95 > stranger.agreed and itself.tokens > stranger.tokens  # but for near ties
+    assert itself.agreed >= 0.95 > stranger.agreed and itself.tokens > stranger.tokens  # up to near ties
 
 
 def test_a_draft_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""perf.accesses: what kernels execute and touch, counted by the interpreter."""
+"""perf.accesses: instructions and memory accesses of kernels, counted by the interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sectors_are_of_32_bytes(offsets: np.ndarray, size: int, taken: int, lea
 
 @pytest.mark.slow
 def test_a_product_of_few_rows_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the compiler makes of it, it multiplies, reads and writes, and nothing takes less than its words do."""
+    """Whatever the compiler does, the kernel multiplies, reads and writes, and no count is below its minimum."""
     asked = [
         "linear",
         "--workload",
@@ -71,6 +71,6 @@ def test_a_product_of_few_rows_is_counted(capsys: pytest.CaptureFixture[str]) ->
     assert out.splitlines()[1].startswith("  instructions of a subgroup: ") and " of the least" in out
 
 
-def test_a_wrong_setting_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_setting_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert accesses.main(["linear", "--set", "Q=4"]) == 1
     assert "--set Q: linear has no such axis or tensor" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def worse(group: str, found: dict[str, float]) -> set[str]:
 
 
 def once(action: Callable[[Any], object], every: int = 1) -> gated.Step:
-    """A token with something beside it that a token should not do; `every`: of so many tokens the first."""
+    """A token with an extra action; `every`: only for the first of so many tokens."""
     turn = count()
 
     def step(made: Engine) -> None:
@@ -46,7 +46,7 @@ def once(action: Callable[[Any], object], every: int = 1) -> gated.Step:
 
 
 def forget(made: Any) -> None:
-    """Compiled plans, so that the next token records again."""
+    """Drop compiled plans, so that the next token records again."""
     made.runner._programs.clear()
     made.runner._last = None
 
@@ -67,7 +67,7 @@ REGRESSIONS: dict[str, tuple[gated.Step, set[str]]] = {
 
 @pytest.fixture(scope="module")
 def warm():
-    """An engine that is warm."""
+    """A warmed engine."""
     with gated.small_engine() as made:
         made.runner.warm_up(gated.PROMPT)
         assert not worse("engine", {**gate.load_gate("engine").expected, **gated.tokens(made)})
@@ -75,7 +75,7 @@ def warm():
 
 
 @pytest.mark.parametrize("kind", REGRESSIONS)
-def test_what_a_token_should_not_do_is_caught(warm, kind):
+def test_extra_work_of_a_token_is_caught(warm, kind):
     step, names = REGRESSIONS[kind]
     assert names <= worse("engine", {**gate.load_gate("engine").expected, **gated.tokens(warm, step)})
 
@@ -112,7 +112,7 @@ def test_a_quarter_more_work_is_caught_and_the_same_work_is_not():
         same = ratios.steady(lambda: ratios.paired(ratios.decoding(made, 7), ratios.decoding(made, 7), 10), 1.0, margin)
     assert 1.15 < more.value < 1.4
     expected = {"more": 1.0, "same": 1.0}
-    # What one run scatters beside the rest of the suite is not this test's: its middle is judged, as of an idle
+    # Variance between runs beside the rest of the suite is not tested here: only its mean is checked, as on an idle
     # machine.
     found = {"more": more.value, "same": same.nearest(1.0)}
     declared = gate.load_gate("ratios")
@@ -124,7 +124,7 @@ DECODE, GEMV = "decode.recorded_over_unfused", "gemv.q4_0_over_reference"
 
 @pytest.fixture
 def processor_of(monkeypatch, tmp_path):
-    """Makes this a processor of some kind on which the ratios come out as they are given."""
+    """Pretend that this is a processor of some kind with the given ratios."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def become(kind, decode, gemv, spread=0.02):
@@ -138,7 +138,7 @@ def processor_of(monkeypatch, tmp_path):
 
 
 def test_a_processor_that_is_not_known_is_learned_and_then_held_to_it(processor_of, capsys):
-    """Better or worse than another kind by any amount: it is compared with itself alone."""
+    """Better or worse than another kind by any amount: it is compared only with itself."""
     for kind, gemv in (("A", 0.3), ("B", 0.55)):
         processor_of(kind, 0.98, gemv)
         assert gate.main(["--only", "ratios"]) == 0
@@ -153,7 +153,7 @@ def test_a_processor_that_is_not_known_is_learned_and_then_held_to_it(processor_
     assert set(ratios.load_store().processor) == {"A", "B"}
 
 
-def test_what_no_processor_may_exceed_is_not_learned(processor_of, capsys):
+def test_ratios_above_the_limit_are_not_learned(processor_of, capsys):
     processor_of("A", 0.98, 0.9)
     assert gate.main(["--only", "ratios"]) == 1
     assert "worse" in capsys.readouterr().out and not ratios.load_store().processor

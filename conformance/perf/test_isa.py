@@ -1,4 +1,4 @@
-"""Static analysis for gfx1103: assembly is read rightly, rules catch what they should, exceptions are used."""
+"""Static analysis for gfx1103: assembly is parsed correctly, rules catch violations, exceptions apply."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_hot_loop_is_where_most_is_multiplied():
     looped = TEXT.replace("v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]", "v_mov_b32 v0, v1")
     loop = hot_loop(looped)
     assert loop is not None and loop.macs == 2 * 4 * 32 and loop.cycles == 1 + 1 + 4
-    unrolled = hot_loop(TEXT)  # the straight line behind the loops multiplies more
+    unrolled = hot_loop(TEXT)  # the straight-line code after the loops multiplies more
     assert unrolled is not None and unrolled.macs == 16**3 and unrolled.cycles == 32
     assert hot_loop(looped.replace("v_dot4_i32_iu8", "v_mov_b32")) is None
 
@@ -102,8 +102,8 @@ def test_the_table_has_what_prefill_on_matrix_units_runs():
 
 
 def test_only_what_was_compiled_before_is_spared(tmp_path):
-    """Of kernels whose SPIR-V the same driver's table has, about one in `share` is compiled again; every other one
-    always is."""
+    """Of kernels with SPIR-V in the same driver's table, about one in `share` is compiled again; every other one always
+    is."""
     names = [f"linear.{n}" for n in range(240)]
     (tmp_path / "25.0.7.json").write_text(json.dumps({name: {"spirv": "1"} for name in names}))
     driver = "radv Mesa 25.0.7-2+deb13u1"

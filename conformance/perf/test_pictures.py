@@ -1,5 +1,4 @@
-"""What the report's charts say can be read: texts keep apart from one another, from points, and inside their
-picture."""
+"""The report's charts are readable: texts overlap neither one another, nor points, nor the edge of the picture."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ NAMES = (
 
 
 def texts(svg: str) -> list[tuple[float, float, float, float, str]]:
-    """(left, top, right, bottom, text) of every level text, in the picture's points."""
+    """(left, top, right, bottom, text) of every horizontal text, in the picture's points."""
     found = []
     for part in re.finditer(r'<g transform="translate\((\S+) (\S+)\)"><g>(.*?)</g></g>', svg, re.S):
         for text in re.finditer(r"<text ([^>]*)>([^<]*)</text>", part[3]):
@@ -50,7 +49,7 @@ def circles(svg: str) -> list[tuple[float, float, float, float]]:
     return found
 
 
-def apart(svg: str) -> None:
+def check_no_overlap(svg: str) -> None:
     width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())
     boxes = texts(svg)
     for a, b in combinations(boxes, 2):
@@ -80,7 +79,7 @@ def test_lines_that_end_together_have_names_of_their_own():
     ]
     (chart,) = by_commit(records, DEVICE)
     svg = page([chart], 1)
-    apart(svg)
+    check_no_overlap(svg)
     named = [t for t in texts(svg) if "q4_0" in t[4]]
     assert len(named) == 7 and [t[4] for t in sorted(named, key=lambda t: t[1])] == [f"27b q4_0 @{c}" for c in speeds]
 
@@ -90,19 +89,19 @@ def test_names_below_bars_are_wrapped_or_thinned_out():
         Speedup(name=n, summary="one thing", with_it=0.006, without=0.007, low=1.1, high=1.2) for n in NAMES * 2
     )
     chart = speedups(SimpleNamespace(model="gemma3-27b", dtype="q4_0", speedups=found), DEVICE)
-    apart(page([chart], 1))
+    check_no_overlap(page([chart], 1))
     shown = {t[4] for t in texts(page([chart], 1))}
     assert {"recorded-", "commands", "several-per-", "submit"} <= shown
     pairs = [(None, run("27b", 100.0 + i)) for i in range(60)]
     beside = SimpleNamespace(name="peer", of=lambda one, device: 50.0)
     found = [(SimpleNamespace(device=DEVICE), one) for _, one in pairs]
-    apart(page(versus(found, beside), 1))
+    check_no_overlap(page(versus(found, beside), 1))
 
 
 def test_shares_are_readable_however_many(monkeypatch):
     monkeypatch.setattr("hybrid.perf.report.pictures.ceiling_of", lambda one, device: 200.0)
     for count in (3, 19, 60):
-        apart(page(shares([(SimpleNamespace(device=DEVICE), run("27b", 99.0)) for _ in range(count)]), 1))
+        check_no_overlap(page(shares([(SimpleNamespace(device=DEVICE), run("27b", 99.0)) for _ in range(count)]), 1))
 
 
 def test_operations_under_the_roof_are_named_beside_one_another():
@@ -119,13 +118,13 @@ def test_operations_under_the_roof_are_named_beside_one_another():
     )
     profile = SimpleNamespace(ops=ops, copy_gb_s=4303.0, matrix_tflops=620.0)
     bars, roof = where_time_goes(profile, "NVIDIA H200")
-    apart(page([bars, roof]))
+    check_no_overlap(page([bars, roof]))
     names = [t[4] for t in texts(page([roof], 1))]
     assert {"fused_ffn", "linear", "fused_qkv", "qk_norm_rope_append"} <= set(names)
 
 
 @pytest.mark.parametrize("wanted", [[5.0, 5, 5, 5], [0.0, 100], [90.0, 95, 99], [1.0, 2, 50, 51, 52, 99]])
-def test_places_are_spread_within_their_room(wanted):
+def test_places_are_spread_within_bounds(wanted):
     found = spread(wanted, 10, 0, 100)
     assert all(b - a >= 10 - 1e-9 for a, b in pairwise(found)) and found[0] >= 0 and found[-1] <= 100
     alone = [w for w in wanted if all(abs(w - o) >= 40 for o in wanted if o is not w)]
@@ -138,11 +137,11 @@ def test_words_are_broken_where_words_break():
     assert wrapped("recorded", 3) == ["recorded"]
 
 
-def test_a_name_without_room_beside_its_point_is_tied_to_it():
+def test_a_label_without_space_beside_its_point_has_a_line():
     chart = Chart(300, 260, "t", Axis("x", 0, 10), Axis("y", 0, 10))
     for i in range(33):
         chart.point((i % 11, (4.2, 5, 5.8)[i // 11]), 0)
     chart.labels([((5, 5), "a rather long name")])
     svg = page([chart], 1)
-    apart(svg)
+    check_no_overlap(svg)
     assert svg.count('stroke-width="0.8"') == 1 and all(t[1] >= TOP - 12 for t in texts(svg) if "long" in t[4])

@@ -1,4 +1,4 @@
-"""python -m perf.profile and perf.probe: sums that add up, the picture, what overlaps, and errors in one line."""
+"""python -m perf.profile and perf.probe: sums that add up, the picture, overlaps, and one-line errors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_errors_are_one_line(capsys, options, code, says):
     assert found == code and says in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_what_is_no_profile_is_refused(tmp_path, capsys):
+def test_files_that_are_no_profile_are_refused(tmp_path, capsys):
     path = tmp_path / "other.json"
     for content in ("{}", "[]", "no JSON", ""):
         path.write_text(content)

@@ -117,7 +117,7 @@ def test_a_bench_with_its_proof_becomes_a_record(tmp_path):
 
 
 def test_bench_ablation_and_profile_of_a_commit_are_one_record(tmp_path, monkeypatch, capsys):
-    """As the command takes them; what was measured with other kernels is refused, and then nothing is kept."""
+    """As the command takes them; a measurement with other kernels is refused, and then no record is kept."""
     kept = tmp_path / "records"
     monkeypatch.setattr(taking, "add", lambda made: record.add(made, kept))
     files = []
@@ -165,7 +165,7 @@ def test_a_proof_of_something_else_is_refused(tmp_path, changes, words):
         taking.proof_of(junit(tmp_path, **changes), "NVIDIA H200")
 
 
-def test_a_bench_that_says_it_is_wrong_is_refused(tmp_path):
+def test_a_bench_with_an_error_field_is_refused(tmp_path):
     proof = taking.proof_of(junit(tmp_path), "NVIDIA H200")
     with pytest.raises(SpecError, match="above the 4800"):
         taking.take({**BENCH, "errors": ["decode: 5000 GB/s is above the 4800"]}, proof, "4564b6f", "", "2026-11-21")
@@ -251,7 +251,7 @@ def test_a_stale_figure_or_a_name_that_is_not_there_is_refused(name, old, new, w
 
 
 def test_generated_parts_are_written_and_others_are_not_touched(tmp_path, monkeypatch, capsys):
-    """What stands around a part stays; a part that nothing makes, and a row without a record, are errors."""
+    """Text around a generated part is unchanged; an unknown part, and a row without a record, are errors."""
     page, kept = tmp_path / "README.md", "Before.\n<!-- made: headline -->\nold\n<!-- end -->\nAfter.\n"
     page.write_text(kept)
     monkeypatch.setattr(pages, "ROOT", tmp_path)
@@ -268,7 +268,7 @@ def test_generated_parts_are_written_and_others_are_not_touched(tmp_path, monkey
 
 @pytest.mark.slow
 def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
-    """Each in a process of its own; what was made is not made again, what fails leaves no file."""
+    """Each in a separate process; existing results are kept, a failing command leaves no file."""
     assert campaign.main(["--list", "--device", "vulkan:1", "--jobs", "3", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
     files = " ".join(

@@ -1,4 +1,4 @@
-"""The cost model: published ceilings come out, no model beats its device, sheets are complete."""
+"""The cost model: it reproduces published ceilings, no model beats its device, sheets are complete."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from hybrid.spec.devicesheet import find_sheet, load_sheets
 
 APU = find_sheet("radeon-780m")
 BATCHES = (1, 8, 16, 32)
-# Tokens per second by hand: B x bandwidth / (weights + B x KV); 27B holds 256 positions, 3n 512, which all of its
-# layers read.
-# 3n's weights: 1.84 G elements of layers and 0.54 G of the head as quantised, 49 M of the streams' matrices in bf16.
+# Tokens per second by hand: B x bandwidth / (weights + B x KV); 27B caches 256 positions, 3n 512, which all its layers
+# read.
 PEAK = {
     ("gemma3-27b", "q4_0", 256): (5.8, 44, 83, 148),
     ("gemma3-27b", "q8_0", 256): (3.1, 24, 47, 87),
@@ -61,8 +60,8 @@ def test_a_draft_elsewhere_by_hand():
     assert drafting == pytest.approx(work.nbytes / 46.8e9 + slots, rel=0.02)
     assert seconds(4, 0.0, npu, "expected") == pytest.approx(
         verifying + 4 * drafting
-    )  # nothing drafted ahead is of use
-    together = (model.verify(4, 32).nbytes + 5 * work.nbytes) / 85.7e9  # the token after the guesses is guessed too
+    )  # no token drafted early is accepted
+    together = (model.verify(4, 32).nbytes + 5 * work.nbytes) / 85.7e9  # the token after the drafts is drafted too
     ready = 0.95**5
     assert seconds(4, 0.95, npu, "expected") == pytest.approx(
         max(verifying, 5 * drafting, together) + (1 - ready) * 4 * drafting
@@ -90,7 +89,7 @@ def test_the_command_costs_speculation(capsys):
 def test_arithmetic_bounds_what_memory_does_not():
     prompt = subject("gemma3-27b").work("prefill", 4096, 1, 4096, 1)
     found = estimate(prompt, APU, "ceiling")
-    assert found.bound == "int8" and 250 < found.tokens_per_second < 318  # 318 would be the matrices alone
+    assert found.bound == "int8" and 250 < found.tokens_per_second < 318  # the matrices only would take 318
     units = subject("gemma3-27b", capabilities=APU.limits.capabilities).work("prefill", 4096, 1, 4096, 1)
     assert {i.op: i.rate for i in units.items if i.op in ("fused_ffn", "attention")} == {
         "fused_ffn": "f16",
@@ -98,12 +97,12 @@ def test_arithmetic_bounds_what_memory_does_not():
     }
     assert units.flops == prompt.flops and estimate(units, APU, "ceiling").bound == "f16"
     exact = subject("gemma3-27b", precision="exact").work("prefill", 4096, 1, 4096, 1)
-    assert 75 < estimate(exact, APU, "ceiling").tokens_per_second < 85  # a prompt's last row alone gets logits
+    assert 75 < estimate(exact, APU, "ceiling").tokens_per_second < 85  # only a prompt's last row gets logits
 
 
 @pytest.mark.parametrize("device", ["radeon-780m", "h200"])
 @pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b", "gemma3n-e4b"])
-def test_what_is_expected_is_below_the_ceiling_and_grows_with_the_work(device, name):
+def test_expected_rates_are_below_the_ceiling(device, name):
     sheet, model = find_sheet(device), subject(name)
     last = 0.0
     for batch, context in ((1, 256), (8, 256), (8, 4096)):
@@ -126,9 +125,8 @@ def test_a_dispatch_costs_where_the_sheet_says_so():
 
 @pytest.mark.slow
 def test_layers_that_share_a_cache_cost_a_prompt_nothing():
-    """Prompts pass the layers that append nothing with the wanted rows alone: Gemma 4 E2B computes 1.14 instead of 3.75
-    Gflop for each of a prompt's rows (the published shapes' arithmetic; attention and the tokens' inputs beside it), 3n
-    E2B two thirds."""
+    """Only the wanted rows of a prompt pass the layers without a cache: Gemma 4 E2B computes 1.14 instead of 3.75 Gflop
+    for each of a prompt's rows (by the published shapes, plus attention and per-layer inputs), 3n E2B two thirds."""
     for name, least, most in (("gemma4-e2b", 1.14, 1.35), ("gemma3n-e2b", 2.4, 2.9)):
         model = subject(name)
         one, many = (model.work("prefill", rows, 1, 512, 1) for rows in (128, 512))

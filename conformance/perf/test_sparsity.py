@@ -1,4 +1,4 @@
-"""What sparse feed-forwards need: unions by hand, a watched model whose other results stay, and the command."""
+"""Sparse feed-forwards: unions of columns by hand, an instrumented model with unchanged results, and the command."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_unions_by_hand() -> None:
 
 
 def test_savings_by_hand() -> None:
-    """q4_0: 10 layers of 8192 x 2048, half a byte a code and a sixteenth of one a scale."""
+    """q4_0: 10 layers of 8192 x 2048, half a byte a code and a sixteenth of a byte a scale."""
     sheet, model = find_sheet("radeon-780m"), subject("gemma3n-e2b", "q4_0")
     (one,) = saved([Union(1, 0.05, 0.04, 0.75, 0.05)], model, find_model("gemma3n-e2b").hparams(), "q4_0", 256, sheet)
     elements, rate = 10 * 8192 * 2048, bandwidth(sheet, "expected")
     assert one.up == pytest.approx(elements * 0.5625 * 0.95 / rate)
     assert one.down == pytest.approx(elements * (0.5 * 0.96 + 0.0625 * 0.25) / rate)
-    declared = estimate(model.decode(1, 256), sheet, "expected").seconds  # which leaves out 95 % of up
+    declared = estimate(model.decode(1, 256), sheet, "expected").seconds  # which omits 95 % of up
     assert one.seconds == pytest.approx(declared + one.up)
 
 
@@ -56,12 +56,12 @@ def test_a_watched_model_computes_the_same(tmp_path: Path) -> None:
     device = CpuDevice(overrides={"fused_ffn": watched})
     with hybrid.load(folder, "cpu", ctx=64) as plain, hybrid.load(folder, Opened(device, device), ctx=64) as model:
         wanted = plain.logits(ids)
-        watched.above, watched.active = [], []  # what making ready ran
+        watched.above, watched.active = [], []  # the warm-up pass
         np.testing.assert_array_equal(model.logits(ids), wanted)
     above, active = watched.taken(2)
     assert [a.shape for a in above] == [(40, 96), (40, 64)]  # layers may differ in width
     for a, b in zip(above, active, strict=True):
-        assert 0.02 < a.mean() < 0.25 and not np.any(b & ~a)  # of normal gates a tenth; what is below gives nothing
+        assert 0.02 < a.mean() < 0.25 and not np.any(b & ~a)  # of normal gates a tenth; gates below contribute zero
 
 
 def test_the_command_says_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Targets are judged as arithmetic by hand judges them; advice fits in memory; impossible records are refused."""
+"""Targets match arithmetic by hand; advice fits in memory; impossible records are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BY_HAND = {
 
 @pytest.fixture(scope="module")
 def judged():
-    """In the short profile all but those of Gemma 3n, which planning other models for makes as dear as fifteen."""
+    """In the short profile all except Gemma 3n's, which are slow to plan."""
     return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets() if LONG or not t.id.startswith("3n-")}
 
 
@@ -61,12 +61,12 @@ def test_verdicts_are_those_by_hand(judged, name):
     assert judged[name].verdict == verdict and words in judged[name].how
 
 
-def test_yes_is_said_of_what_exists(judged):
+def test_a_verdict_names_its_draft(judged):
     for row in judged.values():
         if row.verdict == "needs":
             assert row.needs.startswith("a draft that is right 0.")
             assert row.shown == f"needs {row.needs}"
-        elif row.verdict in ("yes", "borderline"):  # what an answer rests on comes first in it
+        elif row.verdict in ("yes", "borderline"):  # the basis of an answer comes first in it
             assert not row.needs and "draft" not in row.how.partition("; one sequence")[0]
         assert row.together == (row.how.startswith("together") and row.verdict != "no")
     assert sum(r.verdict == "needs" for r in judged.values()) == 2
@@ -110,8 +110,8 @@ def test_advice_fits_and_suffices():
 
 
 def test_sizes_of_every_family_are_modelled(capsys):
-    """A token of one sequence reads its weights once (in the long profile of Gemma 4 E2B, else of what is planned at
-    once); more than the device's memory is starred; a wrong name is answered."""
+    """A token of one sequence reads its weights once (in the long profile of Gemma 4 E2B, else of models that are quick
+    to plan); more than the device's memory is starred; a wrong name is an error."""
     name, least = ("gemma4-e2b", 1.2e9) if LONG else ("gemma3-270m", 1.4e8)
     (small,) = targets.sizes(targets.names(name), 256, APU)
     alone, _, many, prompt = small.passes
@@ -194,7 +194,7 @@ def test_a_record_is_kept_and_found(tmp_path):
         ({"commit": "unknown"}, "commit"),
     ],
 )
-def test_what_was_not_proved_or_cannot_be_is_refused(tmp_path, changes, words):
+def test_unproved_and_impossible_records_are_refused(tmp_path, changes, words):
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**RECORD, **changes}))
     with pytest.raises(SpecError, match=words):

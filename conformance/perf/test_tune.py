@@ -1,4 +1,4 @@
-"""python -m perf.tune: what it times, what it refuses to time, and the table that it writes."""
+"""python -m perf.tune: the timed candidates, the rejected candidates, and the table that it writes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_wrong_candidate_is_an_error_and_is_never_timed(devices, folder, capsy
 
 
 @pytest.mark.slow
-def test_a_candidate_that_does_not_fit_is_left_out_and_said(devices, folder, capsys, monkeypatch):
+def test_a_candidate_that_does_not_fit_is_skipped_and_reported(devices, folder, capsys, monkeypatch):
     def judge(spec, opened, case):
         if opened.tuning.choose("sample", {"threads": 256}, vocab=case.bind["V"])["threads"] == 1024:
             raise VulkanError("too many threads")
@@ -137,7 +137,7 @@ def test_a_new_table_matches_the_device_that_it_was_made_on(devices, folder):
 
 
 def test_many_candidates_are_searched_number_by_number():
-    """The optimum of a sum is found with far fewer times than there are combinations."""
+    """The optimum of a sum is found with far fewer timings than there are combinations."""
     family = Family(name="f", summary="", op="sample", facts=("n",), candidates={k: (1, 2, 4, 8) for k in "abcd"})
     timed = []
 

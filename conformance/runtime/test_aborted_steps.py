@@ -1,7 +1,8 @@
-"""Aborted steps (hybrid.engine.runner.AbortedStep): whenever a wait is given up, and whatever is asked of the engine next,
-every request gets the tokens that it gets undisturbed, and what happened is reported once.
+"""Aborted steps (hybrid.engine.runner.AbortedStep): whenever a wait times out, and whatever the engine runs next, every
+request gets the same tokens as without the timeout, and the abort is reported once.
 
-Here the host sets the word that a kernel sets which gives up; test_mailbox.py has kernels that do."""
+Here the host sets the word that a kernel sets on a timeout; test_mailbox.py has kernels that do so.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +49,18 @@ def device(devices: Devices) -> Any:
 
 @pytest.fixture(scope="module")
 def kept(open_devices: Devices, checkpoint: Any) -> Any:
-    """An engine for two sequences; to make one takes longer than what it does here."""
+    """An engine for two sequences, kept, because opening one takes longer than the tests."""
     return engine(open_devices.get("vulkan", timeout=300.0), checkpoint, slots=2)
 
 
 @pytest.fixture
 def fresh(kept: Engine) -> Iterator[Callable[[], Engine]]:
-    """The kept engine as if it were new: no request, no cached prefix, no fault, and no token of before in its history."""
+    """The kept engine in its initial state: no request, no cached prefix, no fault, and no earlier token in its
+    history."""
 
     def again() -> Engine:
         runner = kept.runner
-        while kept.step():  # those that were dropped
+        while kept.step():  # dropped requests
             pass
         assert kept.scheduler.idle
         set_control(kept, {FAULT_WORD: 0})
@@ -74,11 +76,11 @@ def fresh(kept: Engine) -> Iterator[Callable[[], Engine]]:
 
 
 def undisturbed(made: Engine) -> None:
-    """The fault that does not happen."""
+    """A run without the fault."""
 
 
 def both(run: Callable[[Fault], tuple[Engine, Any]]) -> None:
-    """A run's tokens are the same whether a wait is given up in it or not."""
+    """A run's tokens are the same whether a wait times out in it or not."""
     made, wanted = run(undisturbed)
     assert made.runner.cooperative and made.faults == []
     made, found = run(give_up)
@@ -87,15 +89,15 @@ def both(run: Callable[[Fault], tuple[Engine, Any]]) -> None:
 
 
 def rest(*running: Iterator[Event]) -> list[list[int]]:
-    """What is left of several requests."""
+    """The remaining text of several requests."""
     return [[token for event in events for token in event.ids] for events in running]
 
 
 # --- one text --------------------------------------------------------------------------------------------------------
 
 
-def test_a_wait_given_up_at_any_token_costs_none(fresh: Fresh) -> None:
-    """Where no step of this text follows, the next request's are aborted."""
+def test_a_timed_out_wait_at_any_token_loses_none(fresh: Fresh) -> None:
+    """At the last step of this text, the next request's steps are aborted."""
     texts = []
     for at in (99, *range(30)) if LONG else (99, 0, 1, 2, 11, 26, 27, 28):
         made, text = fresh(), list[int]()
@@ -105,7 +107,7 @@ def test_a_wait_given_up_at_any_token_costs_none(fresh: Fresh) -> None:
                 give_up(made)
                 passes = made.scheduler.counts.passes
         assert len(made.faults) == (at < 29 and made.scheduler.counts.passes > passes) and len(text) == 30
-        assert at > 26 or made.faults, "two steps follow the token that is read"
+        assert at > 26 or made.faults, "two steps are queued after the token that is read"
         texts.append([*text, *greedy(made, IDS[:9], 3)])
         assert len(made.faults) == (at < 30)
     assert all(text == texts[0] for text in texts)
@@ -143,7 +145,7 @@ def test_text_up_to_the_end_of_the_context(device: Any, checkpoint: Any) -> None
 
 @pytest.mark.parametrize("read", ["as they come", "at the end", "from a thread"])
 def test_an_aborted_step_leaves_no_token_of_before(fresh: Fresh, read: str) -> None:
-    """Other tokens stand in the places of those that it should have chosen."""
+    """Other tokens occupy the positions that the aborted step should have sampled."""
 
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
@@ -161,7 +163,7 @@ def test_an_aborted_step_leaves_no_token_of_before(fresh: Fresh, read: str) -> N
     both(run)
 
 
-# --- what is asked next ----------------------------------------------------------------------------------------------
+# --- the next request ------------------------------------------------------------------------------------------------
 
 
 def continued(made: Engine, ids: Sequence[int]) -> Any:
@@ -203,7 +205,7 @@ def test_a_request_is_dropped_while_its_steps_are_aborted(
         events = handle.events()
         text = take(events, 4)
         fault(made)
-        text += take(events, 2)  # of steps that had been submitted; those behind them are aborted
+        text += take(events, 2)  # steps submitted before; those queued after them are aborted
         assert made.scheduler.in_flight == 2
         if drop == "ended":
             made.finish([handle.request])
@@ -214,8 +216,8 @@ def test_a_request_is_dropped_while_its_steps_are_aborted(
     both(run)
 
 
-def test_a_prompt_that_follows_aborted_steps(fresh: Fresh) -> None:
-    """Of a conversation whose cache the second slot has, beside a text that decodes."""
+def test_a_prompt_after_aborted_steps(fresh: Fresh) -> None:
+    """Of a conversation with its cache in the second slot, beside a text that decodes."""
 
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
@@ -229,7 +231,7 @@ def test_a_prompt_that_follows_aborted_steps(fresh: Fresh) -> None:
     both(run)
 
 
-def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
+def test_sequences_that_decode_together_and_alone(fresh: Fresh) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
         first = ask(made, IDS[:30], 16, **DRAWN).events()
@@ -270,10 +272,10 @@ def test_a_plan_on_several_devices(device: Any, checkpoint: Any, depth: int) -> 
     both(run)
 
 
-# --- what is said, and what fails ------------------------------------------------------------------------------------
+# --- reports and failures --------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_continues_and_says_once_what_happened(checkpoint: Any, caplog: Any) -> None:
+def test_a_conversation_continues_after_an_abort_and_reports_it_once(checkpoint: Any, caplog: Any) -> None:
     path, found = str(checkpoint.path), []
     for fault in (undisturbed, give_up):
         opened = for_model("vulkan")
@@ -296,7 +298,7 @@ def test_a_conversation_continues_and_says_once_what_happened(checkpoint: Any, c
 def test_a_run_that_is_interrupted_gives_no_wrong_token(
     fresh: Fresh, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while aborted steps are waited for, or run again: whoever reads on gets every token."""
+    """Ctrl-C while aborted steps are waited for, or run again: a reader that continues gets every token."""
     wanted = greedy(fresh(), IDS[:20], 10)
     made = fresh()
     handle = ask(made, IDS[:20], 10)
@@ -318,14 +320,14 @@ def test_a_run_that_is_interrupted_gives_no_wrong_token(
     assert list(handle.result().ids) == wanted and len(made.faults) == 1
 
 
-# --- waits that are given up by themselves ---------------------------------------------------------------------------
+# --- real timeouts ---------------------------------------------------------------------------------------------------
 
 
 def test_workgroups_that_are_not_all_running_cost_no_token(
     device: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: steps may
-    be aborted, no token is wrong."""
+    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: steps
+    may be aborted, no token is wrong."""
     texts = []
     for sound in (True, False):
         if not sound:

@@ -1,5 +1,4 @@
-"""Products of the cpu device use as many BLAS threads as speed them up, and leave the process the number that it
-had."""
+"""Products of the cpu device use as many BLAS threads as speed them up, and restore the process's number."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_product_is_split_where_that_speeds_it_up(eight: None) -> None:
     library = Library(16)
     with BlasThreads([library]) as blas:
-        assert library.num_threads == 16  # until a product comes
+        assert library.num_threads == 16  # until the next product
         for seconds, wanted in ((SPLIT_FROM / 2, 1), (SPLIT_FROM, 8), (1.0, 8), (0.0, 1)):
             blas.use(seconds)
             assert library.num_threads == wanted
@@ -64,7 +63,7 @@ def test_one_row_is_shared_until_it_waits_for_a_processor(eight: None, monkeypat
     now, library = [100.0], Library(8)
     monkeypatch.setattr(threads.time, "perf_counter", lambda: now[0])
     with BlasThreads([library]) as blas:
-        assert not blas.use(0.001) and library.num_threads == 1  # of several rows the size decides alone
+        assert not blas.use(0.001) and library.num_threads == 1  # of several rows only the size decides
         assert not blas.use(0.0005, True) and library.num_threads == 1
         assert blas.use(0.001, True) and library.num_threads == 8
         blas.judge(0.001, 0.003)
@@ -106,10 +105,10 @@ def test_every_operation_runs_with_the_threads_of_its_longest_product(tmp_path: 
     assert {"fused_qkv", "fused_ffn", "linear"} & seen.keys() and set().union(*seen.values()) == {1}, seen
 
 
-def test_a_pass_that_waited_makes_the_next_one_keep_to_one_thread(
+def test_a_pass_that_waited_limits_the_next_to_one_thread(
     tmp_path: Path, eight: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock of its own: how long this machine takes is not the question."""
+    """With a fake clock: this machine's speed does not matter."""
     library, seen, now = Library(8), list[int](), [100.0]
     monkeypatch.setattr(threads.time, "perf_counter", lambda: now[0])
 
@@ -180,8 +179,8 @@ def test_a_quota_bounds_the_threads(
 
 
 @pytest.mark.slow
-def test_the_real_library_is_told_and_statistics_say_it() -> None:
-    """In a process of its own, whose BLAS has two threads whatever this one has."""
+def test_the_real_librarys_threads_are_set_and_reported() -> None:
+    """In a subprocess whose BLAS has two threads."""
     script = (
         "import sys, hybrid\n"
         "from threadpoolctl import threadpool_info\n"
@@ -210,5 +209,5 @@ def test_the_real_library_is_told_and_statistics_say_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     if "{2}" not in done.stdout[:4]:
-        pytest.skip(f"this NumPy's BLAS cannot be told: {done.stdout}")
+        pytest.skip(f"this NumPy's BLAS cannot be configured: {done.stdout}")
     assert done.stdout.startswith("{2} {1} {2} ['threads: 2 of ") and "1 for products below 4 ms" in done.stdout

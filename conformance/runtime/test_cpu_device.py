@@ -1,4 +1,4 @@
-"""The device `cpu` keeps the protocol: live rows, prefixes of stored tensors, budget, guards, clear refusals."""
+"""The device `cpu` implements the protocol: live rows, prefixes of stored tensors, budget, guards, clear refusals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_plan_computes_and_keeps_its_guards(weight: str, act: str, budget: int
         assert np.allclose(device.read("y").array, expected(weight, act), atol=2e-2 if act == "q8_act" else 1e-2)
     assert device.check_guards() == []
     assert device.memory()["dequantised"] == (0 if budget == 0 or weight == "f32" else 4 * N * H)
-    if budget is None and act == "q8_act":  # the same codes as the definition's, so only float rounding is left
+    if budget is None and act == "q8_act":  # the same codes as the definition's, so only float rounding differs
         assert np.abs(device.read("y").array - expected(weight, act)).max() < 1e-4
 
 
@@ -274,8 +274,8 @@ def test_an_operation_on_weights_alone_runs_without_live_rows() -> None:
 
 
 @pytest.mark.parametrize("given", [None, "22"])
-def test_threads_of_blas_are_told_not_to_spin_before_it_is_loaded(given: str | None) -> None:
-    """Unless the user has said otherwise. The library reads it once."""
+def test_blas_threads_are_set_not_to_spin_before_loading(given: str | None) -> None:
+    """Unless the user has set the variable. The library reads it once."""
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_THREAD_TIMEOUT"}
     environment |= {} if given is None else {"OPENBLAS_THREAD_TIMEOUT": given}
     code = "import hybrid, os, sys; print(os.environ['OPENBLAS_THREAD_TIMEOUT'], 'numpy' in sys.modules)"

@@ -1,5 +1,5 @@
-"""What happens when a device does not finish in time or is lost: one line that says so, an end that does not hang, and
-a new start in the same process."""
+"""A device that is lost or does not finish in time: a one-line error, an exit that does not hang, and a new device in
+the same process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from hybrid.kernels.vulkan.device import free_left
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-STOP = 3  # the word of control that ends the kernel below
-SPINS = {"cpu": (512, 65535)}  # groups, and most looks of each, at which llvmpipe leaves a loop: 20 s
+STOP = 3  # the control word that ends the kernel below
+SPINS = {"cpu": (512, 65535)}  # groups, and most polls of each, at which llvmpipe leaves a loop: 20 s
 SHADER = """
 [[vk::binding(0)]] StructuredBuffer<uint> control;
 [[vk::binding(1)]] RWStructuredBuffer<float> y;
@@ -56,7 +56,7 @@ source = "spin.slang"
 
 
 def spin(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """Looks at a word of control until the host has set it, which this file's tests do when they have seen enough."""
+    """Polls a control word until the host sets it."""
     groups, looks = SPINS.get(rec.device.info.kind, (1, 1 << 23))
     rec.dispatch(rec.kernel("toy.spin"), [], [t["y"].parts[0], rec.control], struct.pack("<I", looks), (groups,))
 
@@ -73,7 +73,7 @@ def spirv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Spinning:
-    """A device whose waits take 0.3 s at most, and a submitted kernel on it that does not end before stop()."""
+    """A device whose waits take 0.3 s at most, with a submitted kernel on it that runs until stop()."""
 
     def __init__(self, spirv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(BINDINGS, "spin", spin)
@@ -86,7 +86,7 @@ class Spinning:
         self.queue, self.ticket = queue, program.submit()
 
     def stop(self) -> None:
-        """Let the kernel end, and free what was left behind."""
+        """End the kernel, and free the remaining memory."""
         if self.queue.handle is None:  # its memory too
             return
         self.words[STOP] = 1
@@ -94,7 +94,7 @@ class Spinning:
         while self.queue.handle is not None and time.monotonic() < end:
             free_left()
             time.sleep(0.01)
-        assert self.queue.handle is None, "what a closed device left behind was not freed when its work had ended"
+        assert self.queue.handle is None, "a closed device's memory was not freed when its work had ended"
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def toys_work() -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
+def test_a_kernel_that_does_not_end_times_out_and_another_device_opens(
     spinning: Spinning, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -140,13 +140,13 @@ def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
         lambda: device.drop("y"),
         device.reset,
     )
-    for call in calls:  # at once: nobody waits for the same thing twice
+    for call in calls:  # at once: a second wait for the same work returns immediately
         with pytest.raises(DeviceLost, match="hangs"):
             call()
     device.close()
     device.close()
     assert time.monotonic() - begin < waited + 5
-    assert spinning.queue.reached() < spinning.ticket, "the kernel has ended: this has shown nothing"
+    assert spinning.queue.reached() < spinning.ticket, "the kernel has ended: this test proves nothing"
     (record,) = caplog.records
     assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.INFO, (
         "said twice"
@@ -158,20 +158,20 @@ def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
 def test_closing_while_a_kernel_does_not_end_does_not_hang(
     spinning: Spinning, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has waited for it before."""
+    """Without an earlier wait."""
     begin = time.monotonic()
     spinning.device.close()
     assert time.monotonic() - begin < 10 and spinning.queue.reached() < spinning.ticket
-    (record,) = caplog.records  # no error has said it
+    (record,) = caplog.records  # no error has reported it
     assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.WARNING
     toys_work()
 
 
 @pytest.mark.slow
 def test_memory_of_work_that_does_not_end_is_not_freed_under_it(spinning: Spinning) -> None:
-    """Whoever releases what it holds when the error passes by."""
+    """When the error unwinds through code that releases memory."""
     pool = spinning.device.memory_pool
-    piece = pool.allocate(1 << 28, "scratch")  # a block of its own
+    piece = pool.allocate(1 << 28, "scratch")  # a separate block
     with pytest.raises(DeviceLost):
         spinning.device.wait()
     pool.release(piece, "scratch")
@@ -188,25 +188,23 @@ def test_devices_on_one_queue_are_lost_and_freed_together(spinning: Spinning, sp
     spinning.device.close()
     with pytest.raises(VulkanError, match="is closed"):
         other.check_open()
-    assert other.handle is not None, "the kernel runs on: nothing of both may be destroyed"
+    assert other.handle is not None, "the kernel still runs: no object of either may be destroyed"
     spinning.stop()
     assert other.handle is None
     toys_work()
 
 
-# --- what drivers answer ---------------------------------------------------------------------------------------------
+# --- driver errors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", ["vkQueueSubmit", "vkWaitSemaphores", "vkGetSemaphoreCounterValue"])
-def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(
-    function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_device_lists_causes_and_can_be_reopened(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_toys() as device:
         prepare(device)
         program = device.compile(chain({}))
         device.wait(program.submit())
         functions = {function: lambda *args: vk.VK_ERROR_DEVICE_LOST}
-        if function == "vkGetSemaphoreCounterValue":  # asked when a wait is long
+        if function == "vkGetSemaphoreCounterValue":  # queried during a long wait
             functions["vkWaitSemaphores"] = lambda *args: vk.VK_TIMEOUT
         monkeypatch.setattr(timeline, "lib", Driver(**functions))
         with pytest.raises(DeviceLost) as error:
@@ -280,7 +278,7 @@ def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
             list(pieces)
         with pytest.raises(hybrid.DeviceLost, match="load it again"):
             list(model.generate("def f(", 8))
-        if answer == "VK_ERROR_DEVICE_LOST":  # what runs in truth must have ended when the device is freed
+        if answer == "VK_ERROR_DEVICE_LOST":  # the real work must have ended when the device is freed
             monkeypatch.undo()
     assert ("work that does not end" in caplog.text) == (answer == "VK_TIMEOUT")
     monkeypatch.undo()

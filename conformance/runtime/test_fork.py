@@ -1,5 +1,4 @@
-"""A process that was forked from one with a Vulkan model: told so whatever it asks, and never in touch with the
-driver."""
+"""A process forked from one with a Vulkan model: every call raises an error, and no call reaches the driver."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ print("parent ::", began + "".join(pieces) == text and "".join(model.generate("d
 
 
 @pytest.mark.slow
-def test_a_forked_process_is_told_that_the_model_is_not_its_own_and_ends() -> None:
+def test_a_forked_process_gets_an_error_and_ends() -> None:
     """Whether it closes the model or leaves it."""
     open_backend("vulkan").close()
     command = [sys.executable, "-c", FORKED, str(demo(layers=BOTH))]

@@ -1,4 +1,4 @@
-"""The interpreter of compute kernels: it computes what a driver does, and refuses what a driver lets pass."""
+"""The interpreter of compute kernels: it computes what a driver does, and rejects faults that drivers accept."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def test_ways_that_part_meet_again(run: Run) -> None:
-    """Loops of another length for each lane, with breaks, a switch, and what was computed before the last lane was
-    done."""
+def test_diverged_lanes_reconverge(run: Run) -> None:
+    """Loops of another length for each lane, with breaks, a switch, and values from before the last lane finished."""
     found = run("""
         int sum = 0, last = 0;
         for (int k = 0; k < t % 7 + 1; k++)
@@ -97,29 +96,27 @@ def test_shared_memory_is_handed_on_by_a_barrier_alone(run: Run) -> None:
             "two subgroups write the same shared memory",
         ),
         ("if (t < 32) GroupMemoryBarrierWithGroupSync(); y[i] = 1;", "a barrier that not all of a workgroup reach"),
-        ("y[i + push.wrong] = 1;", r"binding 1 has 512 bytes, touched were 4 to 516"),
+        ("y[i + push.wrong] = 1;", r"binding 1 has 512 bytes, accessed were 4 to 516"),
         ("y[i] = y[i - push.wrong];", "binding 1 has 512 bytes"),
-        ("int v = i; while (push.wrong == 1) v = v * 3 + y[0]; y[i] = v;", "a loop without end"),
-        ("if (t % 2 == 0) y[i] = WaveReadLaneAt(i, 1); else y[i] = 0;", "a lane takes what an inactive lane has"),
+        ("int v = i; while (push.wrong == 1) v = v * 3 + y[0]; y[i] = v;", "an endless loop"),
+        ("if (t % 2 == 0) y[i] = WaveReadLaneAt(i, 1); else y[i] = 0;", "a lane reads an inactive lane's value"),
     ],
 )
-def test_what_a_driver_lets_pass_is_a_fault(run: Run, body: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_that_drivers_accept_are_raised(run: Run, body: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MOST_BLOCKS", 2000)
     with pytest.raises(Fault, match=said):
         run(body, wrong=1)
 
 
-def test_what_the_interpreter_does_not_know_is_no_fault_of_the_kernel(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a mutant of which nothing is known would count as caught."""
+def test_unsupported_instructions_are_not_faults(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an uninterpreted mutant would count as caught."""
     monkeypatch.delitem(machine.OPERATIONS, 132)  # OpIMul
     with pytest.raises(NotInterpreted, match=r"k: opcode 132: .*not known"):
         run("y[i] = i * i;")
 
 
 def test_workgroups_that_hand_one_another_something_do_not_all_run_together(run: Run) -> None:
-    """Who is first must find that nothing else is there yet."""
+    """The first workgroup must not see later workgroups' data."""
     found = run(
         """
         int old = 0;
@@ -148,7 +145,7 @@ EVERY = sorted(op for op, spec in SPECS.items() if spec.runs_on("vulkan"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", EVERY if LONG else EVERY[int(kernels_digest(), 16) % 8 :: 8])  # in turn
+@pytest.mark.parametrize("op", EVERY if LONG else EVERY[int(kernels_digest(), 16) % 8 :: 8])  # alternating
 def test_kernels_without_matrix_units_compute_what_they_do_on_a_driver(devices: Devices, op: str) -> None:
     device, spec = devices.get(INTERPRETED, guard=GUARD), SPECS[op]
     choices = one_each(spec.dtype_choices("vulkan"))

@@ -1,4 +1,4 @@
-"""Devices on one queue: what is submitted to them runs in one order, and nothing else is shared."""
+"""Devices on one queue: their submits run in one order, and they share no other state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybrid.core.plan import TensorDecl
 from hybrid.kernels.vulkan.api import VulkanError
 
 
-def test_devices_on_one_queue_run_in_turns_and_keep_apart() -> None:
+def test_devices_on_one_queue_run_in_order_and_share_no_state() -> None:
     device = open_toys()
     other = device.sibling(bindings=BINDINGS, spirv=SPIRV)
     try:
@@ -32,7 +32,7 @@ def test_devices_on_one_queue_run_in_turns_and_keep_apart() -> None:
     third = device.sibling({"x": "y", "control": "control"}, bindings=BINDINGS, spirv=SPIRV)
     third.store(decl("x", "io"))
     third.store(TensorDecl("control", "u32", (7,), "io"))
-    assert third.shares("x") and not third.shares("control") and not third.shares("y"), "lent where it is alike"
+    assert third.shares("x") and not third.shares("control") and not third.shares("y"), "shared where it is equal"
     third.drop("control")
     third.store(TensorDecl("control", "u32", (8,), "io"))
     third.store(decl("y"))

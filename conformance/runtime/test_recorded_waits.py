@@ -1,4 +1,4 @@
-"""What a recording allows to wait: workgroups of one dispatch, as many as are resident at once, and no dispatch for
+"""Which waits a recording allows: workgroups of one dispatch, as many as are resident at once, and no dispatch for
 another."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNEL = Kernel("waits", 3, 0, (64, 1, 1))
 
 
 def recorder(cores: int = 4, cooperative: bool = True) -> tuple[Recorder, Mapping[str, Any]]:
-    """And a dispatch's memory, which it reads and writes."""
+    """A recorder, and the memory that its dispatches read and write."""
     memory = Buffer(1 << 20, "device")
     device = SimpleNamespace(max_groups=(65535,) * 3, cores=cores)
     own = {"reads": [Slice(memory, 256, 16)], "writes": [Slice(memory, 512, 16)]}
@@ -65,7 +65,7 @@ SLICES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(1
 
 
 @given(st.lists(st.tuples(SLICES, SLICES), max_size=12))
-def test_a_barrier_lies_between_any_two_dispatches_that_share_what_one_of_them_writes(drawn: list[Any]) -> None:
+def test_dispatches_that_share_a_written_tensor_have_a_barrier(drawn: list[Any]) -> None:
     buffers = [Buffer(64, "device"), Buffer(64, "device")]
 
     def slices(some: list[tuple[int, int, int]]) -> tuple[Slice, ...]:
@@ -107,9 +107,8 @@ def test_a_program_without_waits_has_no_kernel_that_waits(
             assert merges == [merge] * HPARAMS.n_layers
 
 
-def test_a_program_chooses_its_token_behind_all_that_may_give_up(devices: Devices, tmp_path: Path) -> None:
-    """What sets the word of a fault does not say so to the recorder: a barrier lies between it and what reads the
-    word."""
+def test_a_program_samples_after_every_wait_that_may_time_out(devices: Devices, tmp_path: Path) -> None:
+    """The fault word is written without the recorder's knowledge: a barrier separates it from its reader."""
     device = devices.get("vulkan")
     with tuned(device, merge=2):
         recording = device.compile(

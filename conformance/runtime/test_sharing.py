@@ -1,5 +1,4 @@
-"""Memory that two devices see: what is tried in which order, what is refused and why, and imports that are really
-made."""
+"""Memory shared by two devices: the order of methods, refusals with reasons, and real imports."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def memfd(nbytes: int) -> tuple[int, mmap.mmap]:
 # --- the exporter
 
 
-def test_the_binding_as_it_is_exports_nothing_and_says_so() -> None:
+def test_the_current_binding_cannot_export() -> None:
     assert MANIFEST["absent"] == {"bo": ["export_buffer"]} and not hasattr(xrt_sim.bo, "export_buffer")
     with NpuDevice("sim") as device:
         with pytest.raises(NotShareable, match=r"sim-npu1 exports no dma-buf: pyxrt's bo has no export_buffer"):
@@ -80,12 +79,11 @@ def test_the_binding_as_it_is_exports_nothing_and_says_so() -> None:
 
 
 class Stand:
-    """A binding with export_buffer, and its buffers in memfds: the protocol, with nothing behind it that a driver would
-    take."""
+    """A binding with export_buffer, and its buffers in memfds: only the protocol, which no driver would import."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given, self.open = 0, set[int]()
-        """Descriptors: how many were made, and those that nobody has closed."""
+        """Descriptors: the number created, and the open ones."""
         init = xrt_sim.bo.__init__
 
         def made(bo: Any, owner: Any, size: int, *more: int) -> None:
@@ -112,7 +110,7 @@ class Stand:
 
 def test_a_buffer_that_is_exported_is_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch)
-    decl = TensorDecl("t", "q8_0", (3, 64), "io")  # two parts, each with a descriptor of its own
+    decl = TensorDecl("t", "q8_0", (3, 64), "io")  # two parts with separate descriptors
     with NpuDevice("sim") as device:
         exported = device.export(decl)
         assert len(exported.fds) == len(exported.value.parts) == 2 and device.host.counters.buffers == 2
@@ -129,7 +127,7 @@ def test_a_buffer_that_is_exported_is_the_same_memory(monkeypatch: pytest.Monkey
 
 
 class Importer(CpuDevice):
-    """A main device that imports no anonymous pages, and descriptors by mapping them: what it computes on is not the
+    """A main device that rejects anonymous pages and imports descriptors by mapping them: its memory is not the
     exporter's mapping."""
 
     refuses = False
@@ -165,7 +163,7 @@ def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
         else:
             assert (found.shared, found.copies, found.why_not) == (plain.shared, 0, "")
             assert found.dma_bufs >= found.shared and f", {found.dma_bufs} dma-bufs)" in str(found)
-            xrt_sim.faults.vanish_after = 1  # what its buffers hold outlives the device
+            xrt_sim.faults.vanish_after = 1  # the contents of its buffers outlive the device
             assert len(greedy(engine, [5, 6, 7], 3)) == 3
             assert device.failures and not device.others
     assert stand.given and not stand.open, "importers keep descriptors of their own"
@@ -181,7 +179,7 @@ def test_without_an_exporter_every_reason_is_given(folder: Path, monkeypatch: py
 # --- Vulkan
 
 
-def test_a_device_without_the_extension_says_so_and_keeps_nothing() -> None:
+def test_a_device_without_the_extension_refuses_to_import() -> None:
     opened: Any = open_backend("vulkan")
     with opened as device:
         if device.has(DMA_BUF):
@@ -196,7 +194,7 @@ def test_a_device_without_the_extension_says_so_and_keeps_nothing() -> None:
 
 
 def exported_by(device: Any, nbytes: int) -> tuple[Any, Any, int, np.ndarray]:
-    """(memory, buffer, descriptor, mapping) of a device's own memory, as a driver gives it to another one of its
+    """(memory, buffer, descriptor, mapping) of a device's own memory, as a driver exports it to another device of its
     kind."""
     memory = device.memory_pool
     handle = memory.buffer(nbytes, vk.VkExternalMemoryBufferCreateInfo(handleTypes=OPAQUE_FD))
@@ -214,8 +212,8 @@ def exported_by(device: Any, nbytes: int) -> tuple[Any, Any, int, np.ndarray]:
 
 
 def test_memory_of_one_vulkan_device_is_imported_by_another() -> None:
-    """The import by descriptor as drivers here can make it: opaque ones, of the same driver. A kernel of the importing
-    device (a fill) writes, the exporting one's mapping shows it."""
+    """Import by descriptor as drivers here support it: opaque ones, of the same driver. A kernel of the importing
+    device (a fill) writes; the exporter's mapping shows it."""
     first, second = open_backend("vulkan"), open_backend("vulkan")
     with first as one, second as two:  # type: ignore[attr-defined]
         if own_memory(one) or not one.has("VK_KHR_external_memory_fd"):

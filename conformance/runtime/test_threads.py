@@ -1,4 +1,4 @@
-"""Threads that share a model: each gets the text that it would have got alone, or a refusal in words."""
+"""Threads that share a model: each gets the text of a single thread, or an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybrid.engine.scheduler import Pass
 from hybrid.model import Model
 
 PROMPTS = ([2, 4, 5, 6], [2, 7, 8, 9, 10, 11, 12, 13, 14], [2] * 17)
-PATIENCE = 60.0  # seconds; nothing here takes one
+PATIENCE = 60.0  # test timeouts in seconds; no test takes one
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def text(model: Model, prompt: list[int], **options: Any) -> str:
 
 
 def together(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each job returns, or the error that it raises, each in a thread of its own, begun at the same moment."""
+    """What each job returns, or the error that it raises, each in a separate thread, started at the same moment."""
     start, found = threading.Barrier(len(jobs)), [None] * len(jobs)
 
     def run(i: int) -> None:
@@ -52,7 +52,7 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    assert not any(thread.is_alive() for thread in threads), "a thread never ends"
     return found
 
 
@@ -87,7 +87,7 @@ def test_iterators_of_one_thread_interleave(folder, device):
         assert found == alone
 
 
-def test_an_iterator_that_was_begun_elsewhere_and_dropped_blocks_nobody(folder):
+def test_a_dropped_iterator_of_another_thread_blocks_no_request(folder):
     with load(folder, "cpu", 2) as model:
         alone, kept = text(model, PROMPTS[1]), []
 
@@ -99,7 +99,7 @@ def test_an_iterator_that_was_begun_elsewhere_and_dropped_blocks_nobody(folder):
         assert together(lambda: text(model, PROMPTS[1])) == [alone]
         held = model.generate(PROMPTS[0], 24)
         next(held)
-        assert together(lambda: text(model, PROMPTS[1])) == [alone]  # no slot is left, for as long as others run
+        assert together(lambda: text(model, PROMPTS[1])) == [alone]  # no slot is free while others run
         kept.clear()
         held.close()
         assert not model.engine._requests and set(model.engine.scheduler.blocks.used.values()) == {0}
@@ -114,7 +114,7 @@ def test_a_generation_and_a_reader_of_logits_share_one_slot(folder):
         assert "".join([*found, *pieces]) == wanted and model.metrics().preemptions == 0
         parts = model.engine.logits_of([PROMPTS[2]], 4)
         first = next(parts)
-        assert text(model, PROMPTS[1]) == wanted and model.metrics().preemptions == 1  # of what nobody reads on
+        assert text(model, PROMPTS[1]) == wanted and model.metrics().preemptions == 1  # passes of abandoned text
         assert np.array_equal(np.concatenate([first, *parts]), logits)
 
 
@@ -139,7 +139,7 @@ def test_an_iterator_that_garbage_collection_closes_in_the_midst_of_a_pass_waits
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-def test_a_model_closed_while_another_thread_generates_says_so(folder, device):
+def test_closing_a_model_during_a_generation_is_an_error(folder, device):
     model = load(folder, device, 2)
     began = threading.Event()
 

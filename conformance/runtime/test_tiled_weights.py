@@ -1,4 +1,4 @@
-"""q4_0 in tiles of 8 rows by 8 blocks: where blocks lie, by the host's hand and by the loader's kernel."""
+"""q4_0 in tiles of 8 rows by 8 blocks: the address of each block, by the host's code and by the loader's kernel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def packed(blocks: np.ndarray, n: int, k: int) -> Packed:
 
 
 def memory(device: VulkanDevice, name: str = "w") -> list[tuple[int, list[np.ndarray]]]:
-    """(rows, bytes of each part) of every chunk, as they lie."""
+    """(rows, bytes of each part) of every chunk, as stored."""
     device.wait()
     found = []
     for chunk in device.tensor(name).chunks:
@@ -66,7 +66,7 @@ def memory(device: VulkanDevice, name: str = "w") -> list[tuple[int, list[np.nda
 
 
 def assert_lies(device: VulkanDevice, want: Tensor) -> None:
-    """Every block of every chunk at its place."""
+    """Assert every block of every chunk at its address."""
     first, blocks = 0, want.shape[1] // 32
     for rows, parts in memory(device):
         at = np.array([place(r, b, blocks) for r in range(rows) for b in range(blocks)])

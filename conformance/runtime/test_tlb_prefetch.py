@@ -1,4 +1,4 @@
-"""TLB prefetch: every page is read ahead of its use, the plan stays what it was, and only large models get it."""
+"""TLB prefetch: every page is read before its use, the plan is otherwise unchanged, and only large models get it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def device():
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_a_word_of_every_page_of_every_slice_is_read(device, copies):
-    """The kernel stores where the words that it reads give one known sum: a single word is not 0, one after another."""
+    """The kernel stores where the words that it reads have a known sum: single words are set to nonzero, one after
+    another."""
     pool = device.memory_pool
     sizes = [PAGE * 70 + 20, PAGE, PAGE + 4, 8, PAGE * 2, 64, 256, 512]
     slices = [pool.allocate(n, "scratch") for n in sizes]
@@ -76,8 +77,8 @@ def recorded(copies: int, rows: int = 1):
 
 
 def test_a_plan_gains_prefetches_and_nothing_else():
-    """No barrier more; the one after begin_pass, which writes control, moves to the prefetch, which is bound to control
-    too."""
+    """No extra barrier; the one after begin_pass, which writes control, moves to the prefetch, which is bound to
+    control too."""
     _, plain = recorded(0)
     _, prefetched = recorded(8)
     kept = [d for d in prefetched.dispatches if d.kernel.name != "tlb_prefetch"]
@@ -108,7 +109,7 @@ def test_every_weight_is_prefetched_a_few_steps_before_its_step():
 
 @pytest.mark.parametrize("pool", [1 << 30, 0])
 def test_a_kv_cache_is_touched_whole_or_not_at_all(monkeypatch, pool):
-    """A large one has more pages than a pass reads, whose walks would keep those of weights waiting."""
+    """A large one has more pages than a pass reads, and its page walks would delay those of weights."""
     monkeypatch.setattr(tlb_prefetch, "POOL", pool)
     made, prefetched = recorded(8, rows=2)
     caches = {t.nbytes // 4 for n, t in made.tensors.items() if n.startswith("kv.")}
@@ -118,7 +119,7 @@ def test_a_kv_cache_is_touched_whole_or_not_at_all(monkeypatch, pool):
         if d.kernel.name == "tlb_prefetch":
             count, _, *words = struct.unpack(f"<{2 + SLICES}I", d.push)
             touched |= set(words[:count])
-    assert caches and not caches & weights, "the model's sizes tell caches from weights"
+    assert caches and not caches & weights, "the model's sizes distinguish caches from weights"
     assert caches <= touched if pool else not caches & touched
 
 
@@ -127,7 +128,7 @@ def test_only_passes_of_few_rows_that_read_much_get_them_and_only_where_it_was_m
         return Tuning(table).choose("tlb_prefetch", {"copies": 0}, mib=mib, rows=rows)["copies"]
 
     assert copies("nvidia", 15000, 2) == copies("nvidia", 17000, 1) == copies("nvidia", 6315, 32) == 8
-    assert copies("nvidia", 15000, 1) == 0, "a layer in one dispatch does without"
+    assert copies("nvidia", 15000, 1) == 0, "a layer in one dispatch has none"
     assert copies("nvidia", 2500, 1) == copies("nvidia", 15000, 512) == 0
     assert copies("default", 15000, 1) == copies("lavapipe", 15000, 1) == copies("radv", 15000, 1) == 0
 

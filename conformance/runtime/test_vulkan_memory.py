@@ -92,7 +92,7 @@ COPY = Kernel("copy", 3, 0, (64, 1, 1))
 
 
 def barriers_of(pairs: list[tuple[int, int]]) -> list[bool]:
-    """One copy for each (source slot, target slot) of 256 bytes; which of them needed a barrier?"""
+    """Record one copy for each (source slot, target slot) of 256 bytes; returns which of them needed a barrier."""
     rec, memory = null_recorder()
     for source, target in pairs:
         rec.dispatch(COPY, [Slice(memory, 256 + 256 * source, 256)], [Slice(memory, 256 + 256 * target, 256)])
@@ -219,7 +219,7 @@ def test_selectors() -> None:
         (FOUND[:1], "vulkan:1", r"no vulkan:1; here: vulkan:0 \(llvmpipe\)"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_is(devices: list, selector: str, message: str) -> None:
+def test_a_missing_device_is_named_with_the_available_ones(devices: list, selector: str, message: str) -> None:
     with pytest.raises(VulkanUnavailable, match=message):
         select(prefer(devices), selector)
 
@@ -239,7 +239,7 @@ def test_validation_comes_from_the_argument_or_the_environment(monkeypatch: pyte
 # --- files: pipeline cache, SPIR-V, build ----------------------------------------------------------------------------
 
 
-def test_a_damaged_pipeline_cache_is_refused_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_pipeline_cache_is_refused_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "deep" / "cache.bin"
     assert read_cache(path) == b"" and not caplog.records
     write_cache(path, b"compiled")
@@ -294,13 +294,13 @@ def test_committed_test_kernels_are_what_their_sources_compile_to() -> None:
 
 
 @pytest.mark.slow
-def test_only_what_changed_is_compiled_and_check_says_so(toys: Path, tmp_path: Path) -> None:
+def test_only_changed_shaders_are_compiled_and_check_reports_them(toys: Path, tmp_path: Path) -> None:
     out = tmp_path / "spirv"
     assert build.build(toys, out) == ["grid", "toy.affine", "toy.bump", "toy.stray"]
     assert build.build(toys, out) == [] and build.check(toys, out) == []
     source = toys / "toy.slang"
     source.write_text(source.read_text().replace("* push.scale + push.add", "* push.scale - push.add"))
-    for share in (1, 1000):  # what is not as the manifest says is rebuilt in any share
+    for share in (1, 1000):  # entries that differ from the manifest are rebuilt in any share
         assert [p.split(":")[0] for p in build.check(toys, out, share=share)] == ["toy.affine", "toy.bump", "toy.stray"]
     assert build.build(toys, out, only="toy.a") == ["toy.affine"]
     assert set(build.read_manifest(out)) == {"grid", "toy.affine", "toy.bump", "toy.stray"}

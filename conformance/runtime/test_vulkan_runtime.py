@@ -1,7 +1,7 @@
-"""The Vulkan runtime on a device, with kernels of its own: storing, recording once, re-submission, guards, counters.
+"""The Vulkan runtime on a device, with its own test kernels: storing, recording once, re-submission, guards, counters.
 
-Without a Vulkan driver they are skipped (HYBRID_REQUIRE_VULKAN=1: they fail), three also without the validation
-layer."""
+Without a Vulkan driver they are skipped (HYBRID_REQUIRE_VULKAN=1: they fail), three also without the validation layer.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def open_toys(spirv: Path = SPIRV, **options: Any) -> VulkanDevice:
         return VulkanDevice("auto", spirv=spirv, bindings=BINDINGS, **options)
     except VulkanUnavailable as error:
         demanded = os.environ.get("HYBRID_VULKAN_VALIDATION", "") not in ("", "0")
-        if options.pop("validation", None) and not demanded:  # where the layer is demanded, its absence is a failure
+        if options.pop("validation", None) and not demanded:  # where the layer is required, its absence is a failure
             open_toys(spirv, **options).close()
             pytest.skip(f"a driver, but no validation layer: {error}")
         without_vulkan(error)
@@ -229,8 +229,8 @@ def test_control_written_inside_a_plan_resizes_the_grids_after_it(device: Vulkan
 
 
 def test_counts_in_any_word_bound_the_rows_of_their_steps(device: VulkanDevice) -> None:
-    """As a mixture's experts have them: two steps with counts of their own beside one with the pass's, which another
-    step writes in between."""
+    """As a mixture's experts have them: two steps with separate counts beside one with the pass's, which another step
+    writes in between."""
     prepare(device, rows=5)
     a, b = decl("a"), decl("b")
     experts = TensorDecl("experts", "u32", (8,), "state")
@@ -273,8 +273,8 @@ def test_uploads_and_submits_keep_their_order(device: VulkanDevice) -> None:
 
 
 def test_of_two_uploads_that_wait_together_the_later_one_wins() -> None:
-    """They go in one command buffer, where copies to the same bytes have no order unless a barrier gives one: without
-    it the validation layer's check of hazards fails this, even on a driver that keeps order."""
+    """They are in one command buffer, where only a barrier orders copies to the same bytes: without it the validation
+    layer's hazard check fails this, even on a driver that keeps order."""
     with open_toys(validation="sync") as device:
         prepare(device)
         piece, out, want = device.tensor("y").parts[0], np.zeros(X.nbytes, np.uint8), np.zeros(X.size, np.float32)
@@ -309,7 +309,7 @@ def test_profiled_steps_have_names_and_times(device: VulkanDevice) -> None:
     assert all(t.duration >= 0 for t in times) and times[-1].start + times[-1].duration < 60
 
 
-def test_a_plan_that_cannot_be_compiled_says_why_and_leaves_nothing(device: VulkanDevice) -> None:
+def test_a_failed_compilation_gives_a_reason_and_frees_memory(device: VulkanDevice) -> None:
     prepare(device)
     programs = device.memory()["programs"]
     with pytest.raises(VulkanError, match=r"no binding for operation 'conv'; it has: affine, bump"):

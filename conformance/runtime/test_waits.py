@@ -1,4 +1,4 @@
-"""How long the host waits: bounds by declared cost and what is queued, progress, and what every submit carries."""
+"""Host waits: bounds by declared cost and queued work, progress, and the cost attached to each submit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hybrid.planning.cost import Cost, plan_cost
 
 
 class Machine:
-    """A driver without a GPU and its clocks: a wait takes 0.2 s, of which the process gets a share of a processor, and
-    submits finish at the given seconds."""
+    """A driver without a GPU, with fake clocks: a wait takes 0.2 s, of which the process gets a share of a processor,
+    and submits finish at the given seconds."""
 
     def __init__(self, *finished: float, share: float = 1.0) -> None:
         self.now, self.finished, self.share = 0.0, finished, share
@@ -83,10 +83,10 @@ def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
 @pytest.mark.parametrize(
     ("own", "share", "waited"), [(False, 0.0, 25), (True, 2.0, 25), (True, 0.5, 50), (True, 0.0, 25 * bounds.STARVED)]
 )
-def test_a_device_in_this_process_is_given_time_to_be_late_in(
+def test_a_cpu_driver_is_timed_by_its_processor_time(
     own: bool, share: float, waited: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a CPU driver has had of the processors counts, not what others took; a GPU computes with none of it."""
+    """Only the processor time that a CPU driver received counts; a GPU uses none."""
     with open_toys() as device:
         queue = device._queue
         assert queue is not None
@@ -134,7 +134,7 @@ def test_seconds_that_are_asked_for_override_bounds(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_passes_uploads_and_downloads_carry_their_cost() -> None:
-    """A pass's is what its operations declare, as often as it runs; of copies, bytes read and written."""
+    """A pass's cost is what its operations declare, for each run; of copies, bytes read and written."""
     with shared_device("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:
         device: Any = opened
         queue = device._queue

@@ -1,5 +1,4 @@
-"""A headless Chromium, Debian's or another one on the path, for tests of the page and for its pictures; the page as it
-is used."""
+"""A headless Chromium, Debian's or another one on the path, for tests and pictures of the page; actions of a user."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def available() -> bool:
 
 @contextmanager
 def browser(width: int = 1200, height: int = 800, dark: bool = False, host: str = "127.0.0.1") -> Iterator[Any]:
-    """A driver; nothing but `host` can be reached with it."""
+    """A driver that can reach only `host`."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -57,9 +56,9 @@ def browser(width: int = 1200, height: int = 800, dark: bool = False, host: str 
 
 NO_GOODBYE = "addEventListener('beforeunload', () => { Storage.prototype.setItem = () => {}; })"
 NO_TIMERS = "window.setTimeout = () => 1"
-"""Scripts that take from a page its last writes: when it is left, and those of timers."""
+"""Scripts that disable a page's last writes: on leaving, and by timers."""
 SETTLE = 20.0
-"""Seconds that an answer may take."""
+"""Limit of an answer in seconds."""
 
 
 class Page:
@@ -72,12 +71,12 @@ class Page:
         return list(self.driver.find_elements("css selector", css))
 
     def one(self, css: str) -> Any:
-        """The last one, once there is one."""
+        """The last matching element, once there is one."""
         until(lambda: self.by(css), SETTLE)
         return self.by(css)[-1]
 
     def click(self, css: str, says: str | None = None) -> None:
-        """Until the status says so."""
+        """Click until the status matches."""
         self.one(css).click()
         if says is not None:
             self.settled(says)
@@ -89,12 +88,12 @@ class Page:
         self.one("#text").send_keys(text + "\n")
 
     def begin(self, text: str) -> None:
-        """Sends, and waits until some of the answer is there."""
+        """Send, and wait for a first part of the answer."""
         self.send(text)
         until(lambda: len(self.said[-1]) > 20, SETTLE)
 
     def ask(self, text: str, says: str = "complete") -> None:
-        """Sends, and waits until the status says so."""
+        """Send, and wait until the status matches."""
         self.send(text)
         self.settled(says)
 
@@ -135,7 +134,7 @@ class Page:
         self.run("document.getElementById('settings').open = true")
 
     def set(self, css: str, value: str) -> None:
-        """A field of the settings."""
+        """Set a field of the settings."""
         self.open_settings()
         self.one(css).clear()
         self.one(css).send_keys(f"{value}\t")
@@ -144,7 +143,7 @@ class Page:
         self.run("const real = fetch; window.fetch = (path, options) => real(path, (window.last = options))")
 
     def sent(self) -> list[dict[str, str]]:
-        """The messages of the last request that was recorded."""
+        """The messages of the last recorded request."""
         return list(json.loads(self.run("return window.last.body"))["messages"])
 
     def errors(self) -> list[Any]:
@@ -153,7 +152,7 @@ class Page:
 
     @contextmanager
     def width(self, width: int) -> Iterator[None]:
-        """A window's own width has a least one."""
+        """A window has a minimum width."""
         screen = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         try:
@@ -167,7 +166,7 @@ class Page:
         return bool(o["y"] <= i["y"] and i["y"] + i["height"] <= o["y"] + o["height"])
 
     def outside(self) -> list[str]:
-        """Controls that cannot be reached without going sideways, and what can be scrolled that way."""
+        """Controls that need horizontal scrolling, and elements that scroll horizontally."""
         script = """
             const boxes = [...document.querySelectorAll("html, body, main, #log, #side")];
             const controls = [...document.querySelectorAll("button, input, textarea, a, summary, .cut, #status")];
@@ -179,7 +178,7 @@ class Page:
         return list(self.run(script))
 
     def fill_storage(self, left: int) -> None:
-        """Leaves room for so many characters."""
+        """Leave space for so many characters."""
         script = """
             for (const key of Object.keys(localStorage)) if (key.startsWith("filler")) localStorage.removeItem(key);
             localStorage.setItem("left", "x".repeat(arguments[0]));

@@ -1,4 +1,4 @@
-"""One server with the embedded model for all tests that only ask it."""
+"""One server with the embedded model, shared by tests that only send requests."""
 
 from __future__ import annotations
 

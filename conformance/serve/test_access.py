@@ -1,4 +1,4 @@
-"""Whom a server lets in, and what it answers beside an application: origins, Host headers, HTTP/1.0, HEAD, the log."""
+"""Access checks and non-application answers: origins, Host headers, HTTP/1.0, HEAD, the log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELSEWHERE = "https://elsewhere.example"
 
 
 def error_of(raw: bytes) -> dict[str, Any]:
-    """The error object of a refusal, as bytes of a connection."""
+    """The error object of a refusal, from the bytes of a connection."""
     head, _, body = raw.partition(b"\r\n\r\n")
     assert b"application/json" in head
     found: dict[str, Any] = json.loads(body)["error"]
@@ -32,7 +32,7 @@ def error_of(raw: bytes) -> dict[str, Any]:
 
 
 def said(server: Running, sent: bytes) -> bytes:
-    """All that comes on a connection that the server closes."""
+    """All data of a connection until the server closes it."""
     out = b""
     with server.raw() as s:
         s.sendall(sent)
@@ -69,13 +69,13 @@ def test_pages_of_other_origins_are_refused_without_a_key() -> None:
         assert server.http.get("/", headers=link).status_code == 200, "a link to the page"
     with running(lambda: ScriptedModel(Script()), Settings(keys=("k",))) as server:
         answer = server.post("/v1/chat/completions", HI, headers={"origin": ELSEWHERE, "authorization": "Bearer k"})
-        assert answer.status_code == 200, "who has the key is let in"
+        assert answer.status_code == 200, "a request with the key is accepted"
 
 
 @pytest.mark.parametrize(
     "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-def test_what_a_page_may_send_without_asking_is_not_taken(plain: Running, kind: str | None) -> None:
+def test_simple_cross_origin_requests_are_refused(plain: Running, kind: str | None) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
         headers = {} if kind is None else {"content-type": kind}
         answer = plain.post(path, content=json.dumps(HI).encode(), headers=headers)
@@ -153,8 +153,8 @@ def test_refusals_before_there_is_a_request_are_error_objects(plain: Running, se
     assert answer.startswith(b"HTTP/1.1 400") and error_of(answer)["code"] == "invalid_http"
 
 
-def test_nobody_writes_lines_into_the_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a name of a client that did not connect, nor line breaks and control characters of a terminal."""
+def test_log_lines_cannot_be_injected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an unconnected client's name, nor line breaks and control characters of a terminal."""
     monkeypatch.setattr("conformance.support.server.configured", partial(configured, access_log=True))
     with running(lambda: ScriptedModel(Script())) as server:
         records: list[str] = []
@@ -178,7 +178,7 @@ def test_nobody_writes_lines_into_the_log(capsys: pytest.CaptureFixture[str], mo
     assert printable("a\tb\x00") == "a b\\x00"
 
 
-def test_answers_hold_no_number_that_is_none() -> None:
+def test_answers_hold_no_nan() -> None:
     from hybrid.serve.forms import finite
     from hybrid.serve.http import packed
 

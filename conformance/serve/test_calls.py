@@ -1,4 +1,4 @@
-"""Calls by marks, with the marks in a served model's vocabulary and its template: only mark ids open a call, only
+"""Tool calls by marks, with the marks in a served model's vocabulary and its template: only mark ids open a call, only
 offered names are calls, and arguments are always JSON."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Said = dict[int, tuple[ScriptedModel, Running]]
 
 @pytest.fixture(scope="module")
 def said() -> Iterator[Said]:
-    """Servers of models that say what a test wants: marks that print nothing, and marks that print."""
+    """Servers of models with scripted text: marks that print nothing, and marks that print."""
     with ExitStack() as stack:
         found: Said = {}
         for printed in (CONTROL, USER_DEFINED):
@@ -181,7 +181,7 @@ FREE: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", FREE, ids=lambda s: next(k for k in reversed(s) if k))
-def test_what_no_grammar_follows_binds_under_strict_alone(
+def test_schemas_without_a_grammar_bind_only_under_strict(
     real: Running, server: Running, schema: dict[str, Any]
 ) -> None:
     for where in (real, server):
@@ -191,7 +191,7 @@ def test_what_no_grammar_follows_binds_under_strict_alone(
         offered["function"]["strict"] = True
         answer = where.post("/v1/chat/completions", body)
         if where is real and ("oneOf" in schema or schema.get("pattern") == "("):
-            continue  # by marks the first alternative that fits is enough, and patterns do not bind
+            continue  # by marks the first matching alternative suffices, and patterns do not bind
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"].startswith("tools[0].function.parameters"), error
         assert error["message"].startswith("The tool f: ")
@@ -205,7 +205,7 @@ def test_what_no_grammar_follows_binds_under_strict_alone(
     )
 
 
-def test_a_schema_that_is_followed_by_its_types_alone_is_said(server: Running) -> None:
+def test_a_schema_reduced_to_its_types_is_reported(server: Running) -> None:
     offered = tool("f", {"a": {"type": "string", "pattern": "("}})
     answer = server.post("/v1/chat/completions", {"messages": HI, "tools": [offered], "max_tokens": 2})
     assert answer.status_code == 200 and "followed by types" in answer.headers["x-hybrid-note"]

@@ -1,4 +1,4 @@
-"""docs/serving.md: its lines for curl and its program for the official client work as they are printed."""
+"""docs/serving.md: its curl lines and its program for the official client work as printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRINTED = "127.0.0.1:8000"
 
 
 def block_of(kind: str, word: str, server: Running) -> str:
-    """The block of a language that has a word in it, with the server's own port in place of the printed one."""
+    """The code block of a language that contains a word, with the server's own port in place of the printed one."""
     (text,) = (text for found, text in BLOCKS if found == kind and word in text)
     assert PRINTED in text
     return text.replace(PRINTED, f"127.0.0.1:{server.port}")
@@ -39,7 +39,7 @@ def test_the_line_for_curl(server: Running) -> None:
 def test_the_program_for_the_official_client(
     server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a file of its own, in this process, which has imported the client."""
+    """As a separate file, in this process, which has imported the client."""
     program = tmp_path / "program.py"
     program.write_text(block_of("python", "OpenAI", server), encoding="utf-8")
     runpy.run_path(str(program), run_name="__main__")

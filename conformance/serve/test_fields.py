@@ -1,4 +1,4 @@
-"""Fields that clients send: those that ask for nothing are taken, the others are followed or refused by name."""
+"""Fields that clients send: neutral values are accepted, other values are implemented or refused by name."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_refusals_name_the_public_field(scripted: Running, path: str, body: dict
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_nothing_is_stored_and_that_is_said(scripted: Running, path: str) -> None:
+def test_no_response_is_stored_and_that_is_reported(scripted: Running, path: str) -> None:
     answer = scripted.post(
         path, {**HI, "store": True} if "chat" in path else {"input": "Hi", "store": True, "truncation": "auto"}
     )
@@ -209,8 +209,8 @@ def test_responses_takes_the_options_of_chat(scripted: Running, model: ScriptedM
     assert {k: model.script.submitted[-1][k] for k in options} == options
 
 
-def test_what_parse_returns_can_be_sent_back(scripted: Running) -> None:
-    """The official clients add what they have parsed to messages and calls."""
+def test_parsed_results_can_be_sent_back(scripted: Running) -> None:
+    """The official clients add their parsed results to messages and calls."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}
     chat = [
         *HI["messages"],
@@ -242,8 +242,8 @@ def test_a_control_token_by_its_name_is_its_id(scripted: Running) -> None:
     """Clients that tokenize here learn the ids of <bos> and <eos> so; within a text they stay text."""
     for name, ids in {"<bos>": [2], "<eos>": [1]}.items():
         for special in (True, False):
-            told = scripted.post("/tokenize", {"prompt": name, "add_special_tokens": special}).json()
-            assert told["tokens"] == ids
+            reply = scripted.post("/tokenize", {"prompt": name, "add_special_tokens": special}).json()
+            assert reply["tokens"] == ids
     assert 2 not in scripted.post("/tokenize", {"prompt": "a <bos>", "add_special_tokens": False}).json()["tokens"]
 
 
@@ -254,7 +254,7 @@ def test_top_p_of_nothing_is_the_most_likely_token(scripted: Running, model: Scr
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_usage_in_every_chunk(scripted: Running, path: str) -> None:
-    """guidellm asks for it."""
+    """guidellm requests it."""
     body = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     asked = {**body, **(HI if "chat" in path else {"prompt": "Hi"})}
     chunks = [
@@ -269,9 +269,9 @@ def test_usage_in_every_chunk(scripted: Running, path: str) -> None:
 
 
 def test_the_tokenizer_tells_its_names(scripted: Running) -> None:
-    told = scripted.http.get("/tokenizer_info").json()
-    assert (told["bos_token"], told["eos_token"], told["model_max_length"]) == ("<bos>", "<eos>", 4000)
-    assert "start_of_turn" in told["chat_template"]
+    reply = scripted.http.get("/tokenizer_info").json()
+    assert (reply["bos_token"], reply["eos_token"], reply["model_max_length"]) == ("<bos>", "<eos>", 4000)
+    assert "start_of_turn" in reply["chat_template"]
 
 
 # --------------------------------------------------------------------------------------------- prompts and how likely
@@ -308,19 +308,21 @@ def test_prompt_logprobs_agree_with_perplexity(real: tuple[Any, Running], as_ids
         assert answer.json()["usage"]["prompt_tokens"] == sum(len(model.encode(t)) for t in TEXTS)
         assert [c["finish_reason"] for c in choices] == ["length"] * 3
     for text, choice in zip(TEXTS, choices, strict=True):
-        ids, told = model.encode(text), choice["logprobs"]
+        ids, reply = model.encode(text), choice["logprobs"]
         assert choice["text"] == text
-        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None and len(told["tokens"]) == len(ids)
+        assert (
+            reply["token_logprobs"][0] is None and reply["top_logprobs"][0] is None and len(reply["tokens"]) == len(ids)
+        )
         measured = Measured()
         measure(model, [ids], measured)
-        assert -sum(told["token_logprobs"][1:]) == pytest.approx(measured.nats.total, abs=1e-4)
+        assert -sum(reply["token_logprobs"][1:]) == pytest.approx(measured.nats.total, abs=1e-4)
         for n, (token, logprob, top) in enumerate(
-            zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+            zip(reply["tokens"], reply["token_logprobs"], reply["top_logprobs"], strict=True)
         ):
             if n and top is not None:
                 assert len(top) <= 4 and max(top.values()) >= logprob - 1e-9
                 assert top[token] == pytest.approx(logprob)
-        offsets = told["text_offset"]
+        offsets = reply["text_offset"]
         assert offsets[0] == 0 and all(
             text.startswith(model.decode(ids[:n]).rstrip("\ufffd")[:at]) for n, at in enumerate(offsets)
         )
@@ -328,7 +330,7 @@ def test_prompt_logprobs_agree_with_perplexity(real: tuple[Any, Running], as_ids
 
 
 def test_an_end_of_text_is_an_entry(real: tuple[Any, Running]) -> None:
-    """Clients take away the generated tokens' entries by their number: lm-eval one."""
+    """Clients remove the generated tokens' entries by their number: lm-eval one."""
     model, server = real
     end = min(model.eos_ids)
     body = {"prompt": "import os", "max_tokens": 1, "echo": True, "logprobs": 1, "logit_bias": {str(end): 100}}
@@ -349,11 +351,11 @@ def test_offsets_of_generated_tokens_count_characters(real: tuple[Any, Running])
         "ignore_eos": True,
     }
     choice = server.post("/v1/completions", body).json()["choices"][0]
-    told = choice["logprobs"]
-    assert len(told["tokens"]) == len(model.encode(TEXTS[2])) + 12 and choice["text"].startswith(TEXTS[2])
+    reply = choice["logprobs"]
+    assert len(reply["tokens"]) == len(model.encode(TEXTS[2])) + 12 and choice["text"].startswith(TEXTS[2])
     whole = [
         (t, at)
-        for t, at in zip(told["tokens"], told["text_offset"], strict=True)
+        for t, at in zip(reply["tokens"], reply["text_offset"], strict=True)
         if t and "\ufffd" not in t and t != "<bos>"
     ]
     assert all(choice["text"][at : at + len(t)] == t for t, at in whole)

@@ -1,5 +1,4 @@
-"""A share of perf.serving.fuzz: a server stays whole under requests that nobody means, and one that does not is found
-out."""
+"""A share of perf.serving.fuzz: a server survives random requests, and a faulty server is detected."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def refusal(message: str) -> bytes:
 
 
 class Fake:
-    """Answers everything, once it has answered what is known to be valid with `answer`, (status, headers, body)."""
+    """A server that answers everything with `answer`, (status, headers, body), after the requests known to be valid."""
 
     def __init__(self, answer: tuple[int, dict[str, str], bytes] = (400, {}, refusal("no")), **wrong: float) -> None:
         self._answer, self._wrong, self._posts, self._metrics = answer, wrong, 0, 0
@@ -173,7 +172,7 @@ def stream(*events: Any) -> tuple[int, dict[str, str], bytes]:
         (Fake(start=1), "the process is another one"),
     ],
 )
-def test_what_is_wrong_is_found(app: Fake, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faulty_servers_are_detected(app: Fake, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(app) == 1
     assert word in capsys.readouterr().err
 
@@ -188,7 +187,7 @@ def test_a_stall_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/health took" in capsys.readouterr().err
 
 
-def test_what_was_found_is_seen_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_are_reproduced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(Fake((500, {}, refusal("no"))), "--seed", "5") == 1
     assert "fuzz-5.json" in capsys.readouterr().err
     kept = str(folder / "fuzz-5.json")

@@ -1,4 +1,4 @@
-"""Requests that would stall or end a server: each costs itself alone."""
+"""Requests that could stall or end a server: each affects only itself."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(monkeypatch: py
         }.items():
             answer = server.post(path, body)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-        assert not parts, "the length alone says it"
+        assert not parts, "refused by the length"
         assert server.post("/v1/completions", {"prompt": "ab " * 6000}).status_code == 400
-        assert sum(parts) < 6000, "it ends where it is too long"
+        assert sum(parts) < 6000, "encoding stops at the limit"
 
 
 def test_parts_of_a_text_are_the_whole() -> None:
@@ -134,7 +134,7 @@ def test_parts_of_a_text_are_the_whole() -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_clients_take_turns_and_short_work_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_served_fairly_and_short_work_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "QUANTUM", 0.0)
     done: list[str] = []
 
@@ -146,7 +146,7 @@ def test_clients_take_turns_and_short_work_goes_first(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         pool, first = FairPool("test"), threading.Event()
-        asked = [pool.run("a", iter_wait(first), 0)]  # so that all the others are there before one begins
+        asked = [pool.run("a", iter_wait(first), 0)]  # so that all the others wait before one begins
         asked += [pool.run("a", work(f"long {n}", 50), pools.LONG + 5 - n) for n in range(3)]
         asked += [pool.run("a", work("short", 5), 10), pool.run("b", work("other", 30), pools.LONG)]
         tasks = [asyncio.ensure_future(a) for a in asked]
@@ -163,7 +163,7 @@ def test_clients_take_turns_and_short_work_goes_first(monkeypatch: pytest.Monkey
     assert done == ["short", "other", "long 0", "long 2"]
 
 
-def test_work_that_fails_is_refused_and_the_pool_goes_on() -> None:
+def test_work_that_fails_is_refused_and_the_pool_continues() -> None:
     async def main() -> None:
         pool = FairPool("test")
         with pytest.raises(ApiError, match="no") as caught:
@@ -206,7 +206,7 @@ def test_schemas_have_limits_and_a_shape(schema: dict[str, Any], place: str) -> 
     assert caught.value.status == 400 and (caught.value.param or "").startswith(place)
 
 
-def test_objects_are_closed_where_nothing_says_that_they_are_open() -> None:
+def test_objects_are_closed_by_default() -> None:
     inner = {"properties": {"a": {}}}
     assert (
         loosened({"properties": {"o": inner}, "type": "object"}, 0)["properties"]["o"]["additionalProperties"] is False
@@ -301,7 +301,7 @@ def test_a_mask_that_does_not_come_in_time_ends_its_sequence(
     assert other.mask().any()
 
 
-def test_what_grammars_take_goes_back(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_grammars_is_returned(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_MEMORY", 40 << 20)
     held = grammars.constraint(answer_larks({"type": "array"}, True), "x")
     pids = set()
@@ -312,14 +312,14 @@ def test_what_grammars_take_goes_back(grammars: Grammars, monkeypatch: pytest.Mo
     assert len(pids) == 6
     grammars.constraint(answer_larks({"type": "null"}, True), "x")
     assert grammars.memory() <= 50 << 20
-    assert held.mask().any(), "one that is used is kept"
+    assert held.mask().any(), "a grammar in use is kept"
     monkeypatch.setattr(module, "LIVE_MEMORY", 1)
     with pytest.raises(ApiError) as caught:
         grammars.constraint(answer_larks({"type": "boolean"}, True), "x")
     assert caught.value.status == 429
 
 
-def test_copies_and_sequences_of_one_grammar_are_apart(grammars: Grammars) -> None:
+def test_copies_and_sequences_of_one_grammar_are_independent(grammars: Grammars) -> None:
     tokenizer = open_checkpoint(DEMO).tokenizer
     larks = answer_larks({"enum": ["ab", "cd"]}, True)
     one, two = grammars.constraint(larks, "x"), grammars.constraint(larks, "x")
@@ -331,7 +331,7 @@ def test_copies_and_sequences_of_one_grammar_are_apart(grammars: Grammars) -> No
     del three
     two.accept(tokenizer.encode('"', bos=False)[0])
     assert one._grammar.sequences == 2
-    for _ in range(20):  # forgotten while a mask is awaited
+    for _ in range(20):  # dropped while a mask is awaited
         other = grammars.constraint(larks, "x")
         other.accept(tokenizer.encode('"', bos=False)[0])
         del other
@@ -366,8 +366,8 @@ def test_threads_share_a_grammar(grammars: Grammars) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_the_work_of_others() -> None:
-    """While long texts and large schemas are worked on, the server answers others in the meantime."""
+def test_requests_do_not_wait_for_hostile_ones() -> None:
+    """While long texts and large schemas are processed, the server answers other requests."""
     with running(lambda: ScriptedModel(Script(), ctx=1 << 20)) as server:
         answered: list[int] = []
 
@@ -394,7 +394,7 @@ def test_nobody_waits_for_the_work_of_others() -> None:
         assert answered == [200] * 6
 
 
-def test_what_a_client_names_does_not_break_the_head_of_an_answer() -> None:
+def test_client_supplied_names_cannot_break_response_headers() -> None:
     with running(lambda: ScriptedModel(Script())) as server:
         for name in ("a\nb", "a\r\nx-forged: 1", "a\x00b", "\u00e9\u2028"):
             tools = [{"type": "function", "function": {"name": "f"}}, {"type": name}]
@@ -402,7 +402,7 @@ def test_what_a_client_names_does_not_break_the_head_of_an_answer() -> None:
             assert answer.status_code == 200 and "x-forged" not in answer.headers
 
 
-def test_refusals_of_grammars_say_why_in_one_line(grammars: Grammars) -> None:
+def test_refusals_of_grammars_are_one_line(grammars: Grammars) -> None:
     with pytest.raises(ApiError, match="regex parse error: unclosed character class"):
         grammars.constraint(answer_larks({"type": "string", "pattern": "["}, True), "x")
     wide = {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(3)]} for i in range(5)]}
@@ -415,8 +415,7 @@ def test_refusals_of_grammars_say_why_in_one_line(grammars: Grammars) -> None:
 
 
 def test_an_answer_that_has_ended_keeps_no_grammar() -> None:
-    """Requests have deadlines, and the engine knows them for a while after their end: not what they were constrained
-    by."""
+    """Requests have deadlines, so the engine keeps them for a while after their end, but not their constraints."""
     with hybrid.load(DEMO, device="cpu", slots=2, ctx=128, precision="exact") as model:
         found = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
         try:

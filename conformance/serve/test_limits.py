@@ -1,5 +1,5 @@
-"""What a server lets in and what it gives up: keys, hosts, bodies, queue, clients that go, devices that are lost. With
-a model whose tokens and failures the test decides."""
+"""Limits and failures of a server: keys, hosts, bodies, queue, disconnected clients, lost devices. The model's tokens
+and failures are scripted."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_choices_are_submitted_all_or_none() -> None:
 
 
 def head(length: int) -> bytes:
-    """Of a request for chat whose body has that many bytes."""
+    """The head of a chat request whose body has that many bytes."""
     lines = [
         "POST /v1/chat/completions HTTP/1.1",
         "Host: x",
@@ -125,7 +125,7 @@ def head(length: int) -> bytes:
 
 
 def stream_then_leave(server: Running, body: dict[str, Any]) -> None:
-    """Sends a request on a socket of its own, reads the first bytes of the answer, and is gone."""
+    """Send a request on a separate socket, read the first bytes of the answer, and disconnect."""
     with server.raw() as s:
         content = json.dumps(body).encode()
         s.sendall(head(len(content)) + content)
@@ -133,7 +133,7 @@ def stream_then_leave(server: Running, body: dict[str, Any]) -> None:
             assert s.recv(10)
         else:
             time.sleep(0.2)
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset, not a polite end
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset, not an orderly close
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -146,7 +146,7 @@ def test_a_client_that_goes_away_cancels(stream: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody() -> None:
+def test_a_client_that_does_not_read_is_dropped_and_delays_no_other() -> None:
     model = ScriptedModel(Script(text="word " * 4000), ctx=10_000)
     with running(lambda: model, Settings(idle=0.5)) as server, socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -170,7 +170,7 @@ def test_a_body_that_comes_byte_by_byte_has_an_end() -> None:
     with running(lambda: ScriptedModel(Script()), Settings(idle=20, total=0.5)) as server, server.raw() as s:
         s.sendall(head(50_000))
         s.settimeout(0.05)
-        came, end = b"", time.monotonic() + 15  # before a byte less than `idle` after the last one would be missed
+        came, end = b"", time.monotonic() + 15  # a limit of `idle` between two bytes would not trigger
         while not came and time.monotonic() < end:
             try:
                 s.sendall(b" ")
@@ -214,13 +214,13 @@ def test_a_head_that_does_not_end_is_refused() -> None:
             for n in range(10):  # 80 KiB in all
                 s.sendall(b"X-%d: %b\r\n" % (n, b"a" * 8000))
             said = s.recv(1000)
-        except ConnectionError:  # closed while more of it came
+        except ConnectionError:  # closed while the client still sent
             pass
         assert said == LARGE
         assert server.http.get("/health").status_code == 200
 
 
-def test_a_connection_that_says_nothing_is_closed() -> None:
+def test_an_idle_connection_is_closed() -> None:
     with running(lambda: ScriptedModel(Script()), Settings(idle=0.3)) as server, server.raw() as s:
         assert s.recv(100) == b""
 
@@ -278,7 +278,7 @@ def test_a_lost_device_ends_the_process_where_that_is_asked_for() -> None:
         assert server.ended == [(3, "error: the device was lost: gone")]
 
 
-def test_what_nobody_foresaw_is_500_without_a_word_of_it() -> None:
+def test_an_unexpected_error_is_500_without_details() -> None:
     script = Script(error=lambda: RuntimeError("secret /root/place"))
     with running(lambda: ScriptedModel(script)) as server:
         answer = server.post("/v1/chat/completions", HI)
@@ -314,7 +314,7 @@ def test_settings_bound_prompts_and_answers() -> None:
         assert script.submitted[-1]["deadline"] == 99.0
 
 
-def test_logprobs_and_cached_tokens_are_told() -> None:
+def test_logprobs_and_cached_tokens_are_returned() -> None:
     script = Script(text="a file")
     with running(lambda: ScriptedModel(script)) as server:
         answer = server.post("/v1/chat/completions", {**HI, "logprobs": True, "top_logprobs": 1}).json()
@@ -323,9 +323,9 @@ def test_logprobs_and_cached_tokens_are_told() -> None:
         assert [len(e["top_logprobs"]) for e in entries] == [1] * len(entries)
         assert bytes(b for e in entries for b in e["bytes"]) == b"a file"
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
-        told = server.post("/v1/completions", {"prompt": "a", "logprobs": 2}).json()["choices"][0]["logprobs"]
-        assert told["tokens"][0] == entries[0]["token"] and len(told["top_logprobs"][0]) == 2
-        assert told["text_offset"][1] == len(told["tokens"][0])
+        reply = server.post("/v1/completions", {"prompt": "a", "logprobs": 2}).json()["choices"][0]["logprobs"]
+        assert reply["tokens"][0] == entries[0]["token"] and len(reply["top_logprobs"][0]) == 2
+        assert reply["text_offset"][1] == len(reply["tokens"][0])
 
 
 def test_options_reach_the_engine() -> None:

@@ -1,5 +1,5 @@
-"""A share of perf.serving.load: requests of every kind at once, each text equal to its single run, everything given
-back; and what perf.serving.clients measures."""
+"""A share of perf.serving.load: requests of every kind at once, each text equal to its single run, all resources
+released; and the measurements of perf.serving.clients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def small() -> Iterator[Running]:
 
 @pytest.mark.slow
 def test_clients_see_the_requests_of_the_bench(small: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same draws as hybrid.bench --requests, each with as many tokens as it asked for."""
+    """The same draws as hybrid.bench --requests, each with as many tokens as requested."""
     asked = [
         "--requests",
         "6",
@@ -67,7 +67,7 @@ def test_clients_see_the_requests_of_the_bench(small: Running, capsys: pytest.Ca
     assert "to the first token" in capsys.readouterr().out
 
 
-def test_clients_say_what_is_wrong(small: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clients_report_errors(small: Running, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, code, word in [
         (["http://203.0.113.9:80"], 2, "loopback"),
         ([small.url, "--shared-prefix", "128"], 2, "shortest prompt"),

@@ -1,4 +1,4 @@
-"""What is published: every name that the Grafana dashboard and the page ask for is there, and counts what happened."""
+"""Metrics: every name that the Grafana dashboard and the page use exists, and has the right value."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_counter_that_has_gone_has_no_figure() -> None:
     assert Joules(Meter("counter", counter=counter)).read() is None
 
 
-def test_what_passes_took_is_told_by_phase() -> None:
+def test_pass_times_are_published_by_phase() -> None:
     with running(lambda: ScriptedModel(Script())) as server:
         server.app.state.backend.joules = Joules(Meter("a counter", counter=iter(range(100)).__next__))
         text = server.http.get("/metrics").text

@@ -1,4 +1,4 @@
-"""The official client against the server: its types parse what is answered, its errors are those of the reference."""
+"""The official client against the server: its types parse the answers, its errors match the reference."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_logprobs_are_the_models(client: openai.OpenAI, server: Running) -> None
 
 @pytest.mark.slow
 def test_structured_output_of_the_model_itself(client: openai.OpenAI) -> None:
-    """The embedded model, which has hardly seen JSON, cannot but write what the schema allows."""
+    """The embedded model, trained on hardly any JSON, can only write what the schema allows."""
     shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": SHAPE}}
     asked: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 80, "response_format": shape}
     for more in ({"temperature": 0}, {"temperature": 1.3, "seed": 5, "n": 2}):

@@ -45,7 +45,7 @@ def schemas(server: Running) -> dict[str, Any]:
 
 
 def values(schema: Any, parts: dict[str, Any], depth: int = 0) -> st.SearchStrategy[Any]:
-    """What a schema of the document declares, in small; anything where it leaves that open."""
+    """Small values of a schema of the document; any value where the schema does not restrict it."""
     if not isinstance(schema, dict) or depth > 12:
         return junk
     if "$ref" in schema:
@@ -87,7 +87,7 @@ def values(schema: Any, parts: dict[str, Any], depth: int = 0) -> st.SearchStrat
 
 
 def check(server: Running, path: str, body: Any) -> int:
-    """The status of an answer that is as declared."""
+    """The status of an answer, which must be as declared."""
     answer = server.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     declared = server.app.openapi()["paths"][path]["post"]["responses"]
     assert answer.status_code < 500, (answer.text, body)
@@ -102,7 +102,7 @@ def check(server: Running, path: str, body: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_document_declares_is_never_a_5xx(server: Running, path: str) -> None:
+def test_declared_requests_are_never_a_5xx(server: Running, path: str) -> None:
     seen: set[int] = set()
 
     @settings(max_examples=120 if LONG else 12)

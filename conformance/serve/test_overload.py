@@ -1,4 +1,4 @@
-"""A real engine behind the server: more requests than its queue holds, clients that leave, readers that are slow."""
+"""A real engine behind the server: more requests than its queue holds, clients that disconnect, slow readers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,14 @@ def at_rest(model: hybrid.Model) -> bool:
 
 
 @pytest.mark.slow
-def test_ten_times_what_the_queue_holds_is_refused_at_once_and_the_rest_finish_right(
-    model: hybrid.Model, small: Running
-) -> None:
+def test_requests_over_the_queue_limit_are_refused_at_once(model: hybrid.Model, small: Running) -> None:
     refused = model.metrics().refused
 
     def ask(body: dict[str, Any]) -> tuple[dict[str, Any], httpx.Response]:
         return body, small.post("/v1/completions", body)
 
     with ThreadPoolExecutor(len(TEXTS)) as threads:
-        with model.engine.lock:  # nothing that runs can make room: all others are told before any has ended
+        with model.engine.lock:  # no running request can free a place: all others are refused before any has ended
             asked = [threads.submit(ask, body) for body in TEXTS]
             until(lambda: sum(a.done() for a in asked) == len(TEXTS) - QUEUE)
             assert model.metrics().waiting == QUEUE
@@ -88,7 +86,7 @@ def test_a_client_that_leaves_frees_its_rows_within_two_passes(
 
 @pytest.mark.slow
 def test_a_slow_reader_does_not_hold_up_another(model: hybrid.Model, small: Running) -> None:
-    """One stream is opened and not read; the other comes to its end meanwhile."""
+    """One stream is opened and not read; the other completes meanwhile."""
     body = {"prompt": "import os", "max_tokens": 60, "ignore_eos": True, "stream": True, "temperature": 0}
     with small.http.stream("POST", "/v1/completions", json=body) as slow:
         quick = small.http.post("/v1/completions", json={**body, "stream": False, "max_tokens": 5}).json()
@@ -110,12 +108,12 @@ def test_a_full_server_still_answers_what_needs_no_engine(model: hybrid.Model, s
 def test_plans_are_looked_through_once_for_all_requests(
     model: hybrid.Model, small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a model computes with takes long to say, and it is said in every answer."""
+    """Describing a model takes long, and every answer includes it."""
     body = {"prompt": "a", "max_tokens": 1}
     first = small.post("/v1/completions", body).json()["system_fingerprint"]
 
     def asked(self: Any) -> None:
-        raise AssertionError("asked again")
+        raise AssertionError("called again")
 
     monkeypatch.setattr(type(model.engine.runner), "precision", property(asked))
     assert small.post("/v1/completions", body).json()["system_fingerprint"] == first

@@ -1,5 +1,5 @@
-"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, nothing from
-elsewhere; plain addresses, several tabs, a model that loads, servers that refuse, break off or are gone."""
+"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, no external
+resources; plain HTTP, several tabs, a loading model, servers that refuse, disconnect or are down."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hybrid.serve.process import listen
 from hybrid.serve.settings import Settings
 
 ATTACK = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>**b**"
-LONG = "word " * 3000  # comes for half a minute, if nobody ends it
+LONG = "word " * 3000  # streams for half a minute unless stopped
 CUT = "Cut off: regenerate or continue by asking."
 RETRY, REGENERATE = "[aria-label='Send this message again']", "[aria-label='Regenerate this answer']"
 COPY = "[aria-label='Copy this message']"
 
 
 def test_the_policy_and_what_the_files_name() -> None:
-    """Also where no browser is there: nothing inline, nothing from elsewhere, and nothing that makes markup of text."""
+    """Also without a browser: no inline script or style, no external resources, and no use of text as markup."""
     for file in FOLDER.glob("*.html"):
         text = file.read_text()
         assert not re.search(r"<script(?! src=\"/page/)|\bstyle=|\son\w+=|https?://(?!www\.w3\.org/2000/svg)", text), (
@@ -57,7 +57,7 @@ def shared() -> Iterator[tuple[Running, ScriptedModel, Page]]:
 
 @pytest.fixture
 def page(shared: tuple[Running, ScriptedModel, Page]) -> Iterator[Page]:
-    """One window, for a server of a test's own: its address has nothing in the storage yet."""
+    """One window, for a server of a test's own: its address has empty storage."""
     page = shared[2]
     first = page.driver.current_window_handle
     yield page
@@ -86,12 +86,12 @@ def test_a_conversation(shared: tuple[Running, ScriptedModel, Page]) -> None:
     assert page.said == ["Hello", "The first answer."]
     assert re.search(r"tok/s.*3 of them cached", page.one(".turn.assistant .told").text)
 
-    script.text = ATTACK  # what a model says, and what is typed, is text
+    script.text = ATTACK  # a model's text, and typed text, is not markup
     page.ask(ATTACK)
     assert page.said[2:] == [ATTACK, ATTACK]
     assert driver.title == "Hello" and not page.by("#log img, #log script")
 
-    driver.refresh()  # conversations are the browser's own
+    driver.refresh()  # conversations are stored in the browser
     until(lambda: page.said[2:] == [ATTACK, ATTACK] and driver.title == "Hello")
 
     script.text = "Another one."
@@ -151,7 +151,7 @@ def test_the_dashboard(shared: tuple[Running, ScriptedModel, Page]) -> None:
 
 @pytest.mark.slow
 def test_at_a_plain_address(model: ScriptedModel) -> None:
-    """At an address that is no secure context, browsers have no clipboard and no random identifiers."""
+    """On an address that is not a secure context, browsers have no clipboard and no random identifiers."""
     if not available():
         pytest.skip(NEEDED)
     with ExitStack() as stack:
@@ -177,7 +177,7 @@ def test_at_a_plain_address(model: ScriptedModel) -> None:
 
 
 def two_tabs(page: Page, server: Running) -> tuple[str, str]:
-    """A window with the conversation "Cats", and one with "Dogs", which is at hand."""
+    """A window with the conversation "Cats", and one with "Dogs", which is current."""
     one = page.driver.current_window_handle
     page.driver.get(server.url)
     page.ask("Cats")
@@ -189,7 +189,7 @@ def two_tabs(page: Page, server: Running) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_two_tabs_go_on_with_their_own(page: Page, server: Running) -> None:
+def test_two_tabs_continue_their_own_conversations(page: Page, server: Running) -> None:
     one, two = two_tabs(page, server)
     page.go(one)
     until(lambda: page.titles == ["Dogs", "Cats"])
@@ -236,8 +236,8 @@ def test_one_conversation_in_two_tabs(page: Page, model: ScriptedModel, server: 
 
 
 @pytest.mark.slow
-def test_what_is_deleted_in_a_tab_is_deleted(page: Page, model: ScriptedModel, server: Running) -> None:
-    """Also in the midst of an answer."""
+def test_a_conversation_deleted_in_a_tab_is_deleted(page: Page, model: ScriptedModel, server: Running) -> None:
+    """Also in the middle of an answer."""
     one, two = two_tabs(page, server)
     model.script.text, model.script.pause = LONG, 0.01
     page.begin("Much")
@@ -258,7 +258,7 @@ def test_what_is_deleted_in_a_tab_is_deleted(page: Page, model: ScriptedModel, s
 @pytest.mark.slow
 @pytest.mark.parametrize("without", [NO_GOODBYE, NO_TIMERS], ids=["goodbye", "timers"])
 def test_a_reload_in_the_midst_of_an_answer(page: Page, model: ScriptedModel, server: Running, without: str) -> None:
-    """A page keeps what came from time to time, and when it is left: each is enough."""
+    """A page saves partial answers periodically, and when it is left: each suffices."""
     page.driver.get(server.url)
     page.run(without)
     model.script.text, model.script.pause = LONG, 0.01
@@ -275,7 +275,7 @@ def test_a_reload_in_the_midst_of_an_answer(page: Page, model: ScriptedModel, se
 
 @pytest.mark.slow
 def test_a_reload_before_an_answer(page: Page, model: ScriptedModel, server: Running) -> None:
-    """Former answers stay, and the open question has a Retry."""
+    """Earlier answers stay, and the open question has a Retry."""
     page.driver.get(server.url)
     page.ask("Much")
     model.script.gate = threading.Event()
@@ -326,7 +326,7 @@ def test_a_server_that_breaks_off_and_is_gone(page: Page, model: ScriptedModel) 
     unreachable = "The server cannot be reached: check that it runs, then try again."
     model.script.text, model.script.pause = "Yes.", 0.0
     before = page.said
-    page.click(REGENERATE)  # takes nothing away where it fails
+    page.click(REGENERATE)  # removes no text where it fails
     page.settled(unreachable)
     assert page.said == before
     page.ask("Are you there?", unreachable)
@@ -338,7 +338,7 @@ def test_a_server_that_breaks_off_and_is_gone(page: Page, model: ScriptedModel) 
         assert page.sent()[-1]["content"] == "Are you there?\n\nHello?"
         page.driver.get(f"{server.url}/dashboard")
         until(lambda: page.one("#state").text == "ready")
-    page.run("document.getElementById('key').dispatchEvent(new Event('change'))")  # looks at once
+    page.run("document.getElementById('key').dispatchEvent(new Event('change'))")  # polls at once
     until(lambda: page.status == unreachable)
 
 
@@ -371,14 +371,14 @@ def test_refusals_are_sentences(page: Page, model: ScriptedModel, server: Runnin
 
 
 @pytest.mark.slow
-def test_what_the_browser_keeps(page: Page, server: Running) -> None:
-    """The former list is taken over, the oldest conversation dropped; a full storage, and none, are said."""
+def test_the_browsers_storage(page: Page, server: Running) -> None:
+    """The old list is migrated, the oldest conversation dropped; full or missing storage is reported."""
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "told": ""}]
     former = [{"id": f"former-{n}", "title": f"Title {n}", "turns": turns} for n in range(200)]
     page.driver.get(f"{server.url}/page/icon.svg")
     page.run("localStorage.setItem('conversations', arguments[0])", json.dumps(former))
     page.fill_storage(16 << 10)
-    page.driver.get(server.url)  # there is no room for both forms at once
+    page.driver.get(server.url)  # both forms do not fit at once
     assert page.titles == [c["title"] for c in former] and page.said == ["Hi", "Yes."]
     assert page.run("return localStorage.getItem('conversations')") is None and len(page.kept) == 200
 
@@ -403,7 +403,7 @@ def test_what_the_browser_keeps(page: Page, server: Running) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1200, 400])
-def test_everything_is_in_view(page: Page, model: ScriptedModel, server: Running, width: int) -> None:
+def test_all_controls_are_in_view(page: Page, model: ScriptedModel, server: Running, width: int) -> None:
     with page.width(width):
         page.driver.get(server.url)
         model.script.text, model.script.error, model.script.after = "long" * 100, lambda: RuntimeError("x"), 9

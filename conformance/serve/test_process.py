@@ -34,7 +34,7 @@ def command(*more: str, start: Sequence[str] = COMMAND) -> Iterator[tuple[subpro
         found = re.search(r"http://\S+", process.stderr.readline())
         assert found is not None
         url = found[0]
-        with httpx.Client(trust_env=False, verify=False) as client:  # one: each reads all certificates that there are
+        with httpx.Client(trust_env=False, verify=False) as client:  # one: each reads all certificates of the system
             until(lambda: client.get(f"{url}/ready").status_code == 200)
         yield process, url
     finally:
@@ -79,8 +79,8 @@ def held(*args, **more):
 timeline.lib, hybrid.load = Driver(), held
 sys.exit(main(sys.argv[3:]))
 """
-"""The command, with a driver that loses its device at the next submit where a file is, and loads nothing where another
-is."""
+"""The command, with a driver that loses its device at the next submit where one file exists, and fails to load where
+another exists."""
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_wrong_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(not LONG, reason="two more processes")
 @pytest.mark.parametrize("where", [(), ("--draft-device", "cpu")])
 def test_a_draft_changes_no_text(where: tuple[str, ...]) -> None:
-    """Greedy and sampled, several at a time; usage says what was guessed."""
+    """Greedy and sampled, several at a time; usage counts the drafts."""
     draft = str(DEMO.with_name("demo-gemma3-draft-q8_0.gguf"))
     found = []
     for options in ((), ("--draft", draft, "--speculate", "3", *where)):

@@ -1,4 +1,4 @@
-"""Two replicas through Ray on this machine: who may reach them, and one of them killed in the middle. Needs the extra
+"""Two replicas through Ray on this machine: access to them, and one of them killed during requests. Needs the extra
 `ray`, and half a minute."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed"),
 ]
 PROMPTS = [f"def function_{i}(path, name):\n    " for i in range(12)]
-READY = 120.0  # seconds in which Ray has started everything
+READY = 120.0  # limit in seconds until Ray has started everything
 
 
 def served(command: subprocess.Popen[str], log: Path) -> str:
@@ -42,7 +42,7 @@ def served(command: subprocess.Popen[str], log: Path) -> str:
 
 
 def processes(root: int) -> dict[int, str]:
-    """The command lines of a process and of all that come from it; Ray writes an actor's class into its own."""
+    """The command lines of a process and of all its descendants; Ray writes an actor's class into its own."""
     found, children = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -83,8 +83,8 @@ def listening(lines: dict[int, str]) -> list[tuple[str, int, int]]:
 
 
 def check_who_may_connect(root: int, folder: Path) -> subprocess.Popen[str]:
-    """Only loopback addresses, but for one port of each replica, which asks for the token. The token is on no command
-    line, and lets in whoever has it. What is returned tries to join without one."""
+    """Only loopback addresses, except one port of each replica, which requires the token. The token is on no command
+    line. Returns a process that tries to join without one."""
     import grpc
 
     lines = processes(root)
@@ -103,7 +103,10 @@ def check_who_may_connect(root: int, folder: Path) -> subprocess.Popen[str]:
 
     port = next(port for _, port, one in sockets if "gcs_server" in lines[one])
     stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    stranger |= {"HOME": str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else it looks for 127.0.0.1 elsewhere
+    stranger |= {
+        "HOME": str(folder),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }  # otherwise it looks for 127.0.0.1 elsewhere
     join = f"import ray; ray.init('127.0.0.1:{port}', log_to_driver=False); print(len(ray.nodes()), 'node')"
     friend = {**stranger, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     joined = subprocess.run([sys.executable, "-c", join], env=friend, capture_output=True, text=True, timeout=READY)
@@ -120,7 +123,7 @@ def check_who_may_connect(root: int, folder: Path) -> subprocess.Popen[str]:
 
 
 def check_streams_and_routes(client: httpx.Client) -> None:
-    """Streams come in pieces, equal to the whole answer; the turns of a conversation meet the replica that has them
+    """Streams come in pieces, equal to the whole answer; the turns of a conversation reach the replica that has them
     cached."""
     talks = [[{"role": "user", "content": f"{n}: what is a file? " * 8}] for n in range(4)]
     for turn in range(2):
@@ -137,13 +140,13 @@ def check_streams_and_routes(client: httpx.Client) -> None:
                 usage = chunk["usage"] or usage
             said = whole["choices"][0]["message"]["content"]
             assert "".join(pieces) == said and len(pieces) > 2
-            assert usage["prompt_tokens_details"]["cached_tokens"] > 0  # the same prompt, asked for a second time
+            assert usage["prompt_tokens_details"]["cached_tokens"] > 0  # the same prompt, sent a second time
             assert not turn or whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
 
 
 def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streaming(tmp_path: Path) -> None:
-    with hybrid.load(DEMO, device="cpu", slots=4, ctx=512, precision="exact") as model:  # batches round alike
+    with hybrid.load(DEMO, device="cpu", slots=4, ctx=512, precision="exact") as model:  # equal rounding in batches
         alone = [model.submit(p, max_tokens=48).result(60).text for p in PROMPTS]
     log = tmp_path / "log"
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OPENBLAS_NUM_THREADS": "1"}
@@ -188,7 +191,7 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
                 time.sleep(0.2)
             assert [ask(p) for p in PROMPTS[:2]] == alone[:2]
             stranger = check_who_may_connect(command.pid, tmp_path)
-            for host, status in (("rebound.example", 403), ("localhost", 404)):  # nothing of Ray's own answers
+            for host, status in (("rebound.example", 403), ("localhost", 404)):  # no server of Ray's own answers
                 assert client.get("/-/routes", headers={"host": host}).status_code == status
             check_streams_and_routes(client)
             before = engines(command.pid)
@@ -216,8 +219,7 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="Ray Data needs pyarrow")
 def test_a_batch_over_two_engines_is_that_of_one(tmp_path: Path) -> None:
-    """In order, with the options of each line; what is there already is kept; a prompt that cannot be run is one
-    line."""
+    """In order, with the options of each line; existing results are kept; a prompt that cannot be run is one line."""
     prompts = tmp_path / "prompts.txt"
     line = json.dumps({"prompt": "import os", "max_tokens": 3, "logit_bias": {"300": -5}})
     prompts.write_text("\n".join([*PROMPTS[:6], line, *PROMPTS[6:]]), encoding="utf-8")

@@ -36,8 +36,8 @@ def test_text(client: openai.OpenAI) -> None:
     assert found.usage is not None and found.usage.input_tokens_details.cached_tokens == 3
     cut = client.responses.create(**ASKED, max_output_tokens=1)
     assert cut.usage is not None and cut.usage.output_tokens == 1
-    told = client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=1)
-    assert "".join(p.token for p in told.output[0].content[0].logprobs) == "some text."  # type: ignore[union-attr]
+    reply = client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=1)
+    assert "".join(p.token for p in reply.output[0].content[0].logprobs) == "some text."  # type: ignore[union-attr]
 
 
 def test_events_build_up_what_the_last_one_holds(client: openai.OpenAI) -> None:
@@ -104,6 +104,6 @@ def test_a_schema(client: openai.OpenAI) -> None:
         {"background": True},
     ],
 )
-def test_what_is_not_there_is_refused(client: openai.OpenAI, more: dict[str, Any]) -> None:
+def test_unsupported_features_are_refused(client: openai.OpenAI, more: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**{**ASKED, **more})

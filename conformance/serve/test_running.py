@@ -1,5 +1,5 @@
-"""What a request brings as its reader takes it, and the bytes of a connection: with handles whose news the test
-decides."""
+"""The feed of a request, as its reader takes it, and the bytes of a connection: with handles whose events the test
+sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybrid.serve.running import Feed, Item, Job
 
 
 class Asked:
-    """A feed of some jobs, its streams, and what the server noted of it."""
+    """A feed of some jobs, its streams, and the server's log of it."""
 
     def __init__(self, count: int) -> None:
         self.requests = [Request(i, [1]) for i in range(count)]
@@ -50,7 +50,7 @@ def in_loop(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
-def told(items: list[Item]) -> list[tuple[int, list[int], bool]]:
+def summary(items: list[Item]) -> list[tuple[int, list[int], bool]]:
     return [(i.choice, [t for e in i.events for t in e.ids], i.done is not None) for i in items]
 
 
@@ -59,15 +59,15 @@ def test_a_batch_is_all_that_has_come_since_the_last() -> None:
         a = Asked(2)
         batches = a.feed.batches()
         a.say(0, 1)
-        assert told(await anext(batches)) == [(0, [1], False)]
+        assert summary(await anext(batches)) == [(0, [1], False)]
         a.say(0, 2, 3)
         a.say(1, 4, 5, done=True)
-        assert told(await anext(batches)) == [(0, [2, 3], False), (1, [4, 5], True)]
+        assert summary(await anext(batches)) == [(0, [2, 3], False), (1, [4, 5], True)]
         waiting = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0.01)
-        assert not waiting.done(), "a batch of nothing"
+        assert not waiting.done(), "an empty batch"
         a.say(0, done=True)
-        assert told(await waiting) == [(0, [], True)]
+        assert summary(await waiting) == [(0, [], True)]
         with pytest.raises(StopAsyncIteration):
             await anext(batches)
         assert a.noted == ["first", "2 later", "first"] and not any(s.cancelled for s in a.requests)
@@ -75,21 +75,21 @@ def test_a_batch_is_all_that_has_come_since_the_last() -> None:
     in_loop(run)
 
 
-def test_what_came_before_an_error_is_given_first_and_a_loss_is_told() -> None:
+def test_events_before_an_error_come_first_and_a_loss_is_reported() -> None:
     async def run() -> None:
         a = Asked(2)
         batches = a.feed.batches()
         a.say(1, 1, error=DeviceLost("gone"))
-        assert told(await anext(batches)) == [(1, [1], False)]
+        assert summary(await anext(batches)) == [(1, [1], False)]
         with pytest.raises(ApiError) as raised:
             await anext(batches)
         assert raised.value.status == 503 and [str(e) for e in a.lost] == ["gone"]
-        assert a.requests[0].cancelled, "the other choice goes on for nobody"
+        assert a.requests[0].cancelled, "the other choice continues without a reader"
 
     in_loop(run)
 
 
-def test_silence_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_reported_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "HEARTBEAT", 0.02)
 
     async def run() -> None:
@@ -100,7 +100,7 @@ def test_silence_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> Non
         found = await anext(batches)
         while not found:  # silence may have been noticed just before
             found = await anext(batches)
-        assert told(found) == [(0, [1], True)]
+        assert summary(found) == [(0, [1], True)]
 
     in_loop(run)
 
@@ -120,7 +120,7 @@ class Sink:
         self.closing = True
 
 
-def test_a_turn_of_the_loop_is_one_write_unless_it_is_much() -> None:
+def test_a_loop_iteration_is_one_write_up_to_the_buffer_size() -> None:
     async def run() -> None:
         sink: Any = Sink()
         wire = Gathered(sink, asyncio.get_running_loop())
@@ -130,7 +130,7 @@ def test_a_turn_of_the_loop_is_one_write_unless_it_is_much() -> None:
         await asyncio.sleep(0)
         assert sink.said == [b"ab"]
         wire.write(b"c" * FULL)
-        assert len(sink.said[-1]) == FULL, "kept although it is much: nobody would be told to wait"
+        assert len(sink.said[-1]) == FULL, "kept although it is full: the writer is not paused"
         wire.write(b"d")
         wire.close()
         assert sink.said[-1] == b"d" and sink.closing

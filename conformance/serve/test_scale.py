@@ -1,4 +1,4 @@
-"""Several replicas behind one front: who gets which request, and what becomes of those whose replica is lost."""
+"""Several replicas behind one front: routing of requests, and handling of requests whose replica is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def repr_of(body: object) -> str:
     [b"", b"{", b"[]", b'{"model": "m"}', b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"prompt": null}'],
     ids=repr_of,
 )
-def test_what_is_no_request_for_text_has_no_beginning(body: bytes) -> None:
+def test_requests_without_a_prompt_have_no_routing_keys(body: bytes) -> None:
     assert beginning("/v1/completions", body) == ""
 
 
@@ -111,7 +111,7 @@ def test_unknown_requests_go_to_the_least_busy_and_none_to_one_that_is_down() ->
     assert routes.choose((b"k",), [None, 5, 6]) == 1
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_routes_are_bounded() -> None:
     routes = Routes(2, remembered=2)
     routes.ran((b"a", b"b"), 1)
     routes.ran((b"a",), 1)
@@ -203,7 +203,7 @@ def test_a_stream_comes_in_pieces_and_ends_as_the_replica_ends_it() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_lost_replica_has_not_begun_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_a_lost_replica_has_not_begun_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_module, "PROBE", 0.02)
 
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
@@ -213,11 +213,11 @@ def test_what_a_lost_replica_has_not_begun_runs_elsewhere(monkeypatch: pytest.Mo
         answer = await client.post("/v1/completions", json=BODY)
         assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "some text."
         assert front.rerouted == 1 and len(first.calls) == 2
-        front._down.pop(fakes.index(first)).cancel()  # as if nobody had noticed
+        front._down.pop(fakes.index(first)).cancel()  # as if the loss had not been noticed
         assert (await client.get("/metrics")).status_code == 200 and len(first.calls) == 3
         assert (await client.get("/health")).json()["down"] == [fakes.index(first)]
         await client.post("/v1/completions", json=BODY)
-        assert len(first.calls) == 3  # not asked while it is down
+        assert len(first.calls) == 3  # not called while it is down
         first.dies = None
         while (await client.get("/health")).json()["down"]:
             await asyncio.sleep(0.02)
@@ -246,7 +246,7 @@ def test_a_replica_that_loads_is_passed_over_also_when_it_is_known_to_be_down() 
         await client.post("/v1/completions", json=BODY)
         first = next(i for i, f in enumerate(fakes) if f.calls)
         fakes[first].app.state.backend.state = "loading"
-        for calls in (2, 2):  # asked once, then known
+        for calls in (2, 2):  # called once, then known
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
             assert len(fakes[first].calls) == calls
         asked, front._routes.choose = [first, 1 - first], lambda keys, load: asked.pop(0)  # type: ignore[method-assign,assignment]
@@ -364,7 +364,7 @@ def test_a_body_that_comes_too_slowly_or_is_too_large_is_refused() -> None:
     with_front(test, settings=Settings(idle=0.2, max_body=1000))
 
 
-def test_a_reader_that_takes_nothing_is_dropped() -> None:
+def test_a_client_that_does_not_read_is_dropped() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         body, asked, begun = json.dumps(BODY | {"stream": True}).encode(), [False], [False]
         kind = [(b"host", b"front"), (b"content-type", b"application/json")]
@@ -389,7 +389,7 @@ def test_a_reader_that_takes_nothing_is_dropped() -> None:
     with_front(test, settings=Settings(idle=0.2), script=Script(text="word " * 200))
 
 
-def test_what_is_refused_leaves_no_route() -> None:
+def test_refused_requests_leave_no_route() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         assert (await client.post("/v1/completions", json={**BODY, "max_tokens": "x"})).status_code == 400
         assert not front._routes._ran

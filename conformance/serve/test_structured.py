@@ -1,4 +1,4 @@
-"""Structured output: whatever a grammar lets through validates, and whitespace cannot go on for ever."""
+"""Structured output: every text that a grammar allows validates, and whitespace is bounded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def grammars() -> tuple[Tokenizer, Grammars]:
 
 
 def text_of(schema: dict[str, Any], seed: int, most: int = 3000) -> str | None:
-    """One text that the schema's grammar lets through; None if it did not end."""
+    """One text that the schema's grammar allows; None if it did not end."""
     tokenizer, made = grammars()
     constraint = made.constraint(answer_larks(schema, True), "response_format")
     ids = list(islice(walk(constraint, tokenizer, seed), most))
@@ -112,7 +112,7 @@ def test_references_and_free_objects() -> None:
 
 
 def test_whitespace_is_bounded() -> None:
-    """Wherever blanks are allowed, at most a new line and sixteen spaces come before something else must."""
+    """Wherever blanks are allowed, at most a new line and sixteen spaces come before another character."""
     tokenizer, made = grammars()
     schema = {
         "type": "object",
@@ -135,7 +135,7 @@ def test_whitespace_is_bounded() -> None:
     assert blanks
 
 
-def test_masks_are_words_of_the_matrix_and_copies_go_on_alone() -> None:
+def test_masks_are_rows_of_the_matrix_and_copies_are_independent() -> None:
     tokenizer, _ = grammars()
     wide = Grammars(tokenizer, tokenizer.n_rows + 100)
     one = wide.constraint(answer_larks({"enum": ["ab", "ac"]}, True), "x")

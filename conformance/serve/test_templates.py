@@ -1,5 +1,5 @@
 """Conversations with tools through templates in the checkpoints' own style (conformance/data/templates), from the
-request to token ids: marks are the template's alone, whatever a message, a call or a result holds."""
+request to token ids: only the template writes marks, whatever a message, a call or a result contains."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def conversation(text: str, result: str, argument: str) -> list[dict[str, Any]]:
 
 
 def prompts_of(model: ScriptedModel, *bodies: dict[str, Any]) -> list[list[int]]:
-    """What the server gives the engine of each request."""
+    """The prompts that the server gives the engine for each request."""
     with running(lambda: model) as server:
         for body in bodies:
             answer = server.post("/v1/chat/completions", body)
@@ -85,7 +85,7 @@ def test_a_conversation_with_tools_is_written_as_the_family_writes_it() -> None:
 
 @pytest.mark.parametrize("printed", [USER_DEFINED, CONTROL])
 def test_no_message_can_write_a_mark(printed: int) -> None:
-    """Files type the marks of calls so that they print, or as control tokens; in either a message's are text."""
+    """Files type the marks of calls as printed text or as control tokens; in either a message's are text."""
     t, plain = gemma4(printed), {"text": "Hello", "result": "sunny", "argument": "Rome"}
     bodies: dict[str, dict[str, Any]] = {"honest": {"messages": conversation(*plain.values()), "tools": [TOOL]}}
     for where in (*plain, "system", "tool"):

@@ -1,4 +1,4 @@
-"""Calls of tools: what the grammars let through is read whole, however it is cut; and conversations with results."""
+"""Tool calls: every call that the grammars allow is parsed whole, however it is cut; and conversations with results."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def family(name: str) -> tuple[Tokenizer, Grammars, Format]:
 def read(
     kind: Format, offered: Offer, tokenizer: Tokenizer, ids: list[int], seed: int
 ) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-    """(content, calls as the reader has them, calls as the deltas make them) of tokens whose text comes late, cut at
-    random."""
+    """(content, the reader's calls, the calls that the deltas build) of tokens whose text comes late, cut at random."""
     reader, cut, deltas, text, decoder = kind.reader(offered), random.Random(seed), [], "", StreamDecoder(tokenizer)
     for token in ids:
         text += decoder.push(token)
@@ -104,7 +103,7 @@ def read(
     ],
     ids=["auto", "required", "named"],
 )
-def test_what_the_grammar_lets_through_is_read(name: str, offered: Offer, least: int, most: int) -> None:
+def test_calls_that_the_grammar_allows_are_parsed(name: str, offered: Offer, least: int, most: int) -> None:
     tokenizer, grammars, kind = family(name)
     begin = tokenizer.encode("[", bos=False) if name == "json" else [marks_of(tokenizer)[MARKS[0]]]
     ended = 0
@@ -127,7 +126,7 @@ def test_what_the_grammar_lets_through_is_read(name: str, offered: Offer, least:
 
 
 def test_calls_beside_a_schema() -> None:
-    """An answer may be JSON of a schema or a call; references of both lead to where they led."""
+    """An answer may be JSON of a schema or a call; references of both still resolve."""
     tokenizer, grammars, kind = family("json")
     schema = {
         "$defs": {"n": {"type": "string", "maxLength": 4}},

@@ -1,4 +1,4 @@
-"""A state machine of requests that come and go on a real engine, with faults of devices, drafts, consumers and
+"""A state machine of arriving and ending requests on a real engine, with faults of devices, drafts, consumers and
 readers."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybrid.engine.sampling import mask_words
 
 LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
 TOTALS: Counter[str] = Counter()
-"""What all machines of this process have done."""
+"""Event counts of all machines of this process."""
 PROMPTS = {"prefix": st.sampled_from([0, 3, 33, 70]), "own": st.integers(1, 5), "count": st.integers(1, 40)}
 
 
@@ -30,11 +30,11 @@ def prompt_of(prefix: int, own: int) -> list[int]:
 
 
 class ConsumerError(Exception):
-    """What somebody's own code raises."""
+    """An exception of a consumer's own code."""
 
 
 class Faulty:
-    """A constraint that allows every id, until one of its methods has been called so often: then that raises."""
+    """A constraint that allows every id; the given call of one of its methods raises."""
 
     def __init__(self, words: int, where: str, left: int) -> None:
         self.words, self.where, self.left, self.raised = words, where, left, False
@@ -58,7 +58,7 @@ class Faulty:
 
 
 class Arrivals(RuleBasedStateMachine):
-    """Requests with shared prefixes that come, are cancelled, dropped and left, on an engine whose blocks are few, with
+    """Requests with shared prefixes arrive, are cancelled, dropped and abandoned, on an engine with few blocks and
     faults."""
 
     made: Stepped
@@ -68,13 +68,13 @@ class Arrivals(RuleBasedStateMachine):
     def begin(self) -> None:
         self.handles: list[tuple[Handle, list[int], int, Faulty | None]] = []
         self.left: list[tuple[Generator[str, None, None], list[str], list[int]]] = []
-        """Texts that nobody reads on, what was read of each, its prompt."""
+        """Abandoned generators, the text read of each, its prompt."""
         self.read: list[tuple[list[str], list[int], list[int]]] = []
-        """Of texts whose reader is gone: what was read, the prompt, the tokens."""
+        """Texts whose reader has left: the pieces read, the prompt, the tokens."""
         self.made.engine.scheduler.blocks.clear()
         TOTALS["machines"] += 1
         if (speculator := self.made.engine.speculator) is not None and (draft := self.made.draft) is not None:
-            speculator.drafter = draft  # one that has failed before is whole again
+            speculator.drafter = draft  # a drafter that failed before works again
             draft.scheduler.lose()
             for request in list(draft._copies):
                 draft.end(request)
@@ -85,7 +85,7 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(**PROMPTS, where=st.sampled_from(["mask", "accept", "copy"]), after=st.integers(0, 9))
     def arrive_with_a_constraint_that_raises(self, prefix: int, own: int, count: int, where: str, after: int) -> None:
-        """Sooner or later, perhaps after the request's end: others have nothing to do with that."""
+        """The constraint raises some time, perhaps after the request's end. Other requests are not affected."""
         words = mask_words(self.made.engine.target.hparams.vocab)
         self.submit(prompt_of(prefix, own), count, constraint=Faulty(words, where, after))
 
@@ -101,8 +101,8 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(**PROMPTS, pieces=st.integers(1, 3), way=st.sampled_from(["closes", "raises", "drops", "stops"]))
     def read_some(self, prefix: int, own: int, count: int, pieces: int, way: str) -> None:
-        """Somebody runs a text's passes, and those of all others, piece by piece, and then goes away; or stops, and
-        others run them from then on."""
+        """One reader runs all requests' passes, piece by piece. It then leaves, or stops reading while other readers
+        continue."""
         TOTALS["steps"] += 1
         TOTALS[f"a reader {way}"] += 1
         ids = prompt_of(prefix, own)
@@ -121,13 +121,13 @@ class Arrivals(RuleBasedStateMachine):
         self.made.check()
 
     def gone(self, found: list[str], ids: list[int]) -> None:
-        """The reader of the text that ended last is gone, and with it its request."""
+        """Drop the handle of the request that ended last."""
         assert self.made.model.stats is not None
         self.read.append((found, ids, list(self.made.model.stats.ids)))
         assert len(self.made.engine._driven) <= len(self.left)
 
     @rule(count=st.integers(1, 9))
-    def go_on(self, count: int) -> None:
+    def step_engine(self, count: int) -> None:
         TOTALS["steps"] += 1
         self.made.step(count)
 
@@ -137,7 +137,7 @@ class Arrivals(RuleBasedStateMachine):
         if self.handles:
             handle = self.handles[which % len(self.handles)][0]
             if drop:
-                some = list(islice(handle.events(), len(handle.request.events) // 2))  # read in part, then left
+                some = list(islice(handle.events(), len(handle.request.events) // 2))  # read in part, then abandoned
                 assert [e.ids for e in some] == [e.ids for e in handle.request.events[: len(some)]]
                 del self.handles[which % len(self.handles)], handle
                 gc.collect(0)
@@ -146,7 +146,7 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(error=st.sampled_from([MemoryError("injected"), RuntimeError("injected"), DeviceLost("injected")]))
     def fail(self, error: Exception) -> None:
-        """In the midst of a submit: as the serving thread takes it."""
+        """Fail a submit, as the serving thread handles it."""
         TOTALS["steps"] += 1
         engine, runner = self.made.engine, self.made.engine.runner
         kept = runner._submit
@@ -169,7 +169,7 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(after=st.integers(0, 5))
     def fail_to_draft(self, after: int) -> None:
-        """The draft's device goes away in the midst of its passes: no text has to do with that."""
+        """The draft's device fails during its passes: no text changes."""
         TOTALS["steps"] += 1
         draft, left = self.made.draft, [after]
         if draft is None or draft is not self.made.engine.speculator.drafter:  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ class Arrivals(RuleBasedStateMachine):
             TOTALS["drafts that failed"] += left[0] < 0
 
     def teardown(self) -> None:
-        self.made.finish()  # whether or not anybody reads
+        self.made.finish()  # whether or not a reader remains
         while self.left:
             text, found, ids = self.left.pop()
             text.close()
@@ -198,7 +198,7 @@ class Arrivals(RuleBasedStateMachine):
         for handle, ids, count, faulty in self.handles:
             try:
                 one = handle.result(0)
-            except (MemoryError, RuntimeError) as error:  # DeviceLost is one
+            except (MemoryError, RuntimeError) as error:  # DeviceLost is a subclass
                 assert "injected" in str(error)
                 TOTALS["failed"] += 1
                 continue
@@ -218,8 +218,8 @@ class Arrivals(RuleBasedStateMachine):
         self.handles, self.read = [], []
 
     def check(self, ids: list[int], chosen: list[int]) -> None:
-        """A text is that of its sequence alone."""
+        """Compare each text with the same sequence run alone."""
         key = tuple(ids)
         if len(self.wanted.get(key, ())) < len(chosen):
             self.wanted[key] = alone(self.made.engine, ids, len(chosen))
-        same(self.made.engine, ids, chosen, self.wanted.get(key, []))  # nothing may be chosen yet
+        same(self.made.engine, ids, chosen, self.wanted.get(key, []))  # no token may be sampled yet

@@ -1,5 +1,4 @@
-"""Exact accounting of a scheduler: every block, slot and token in flight. For tests and for whoever looks for a
-leak."""
+"""Exact accounting of a scheduler: every block, slot and token in flight. For tests and for debugging leaks."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from hybrid.engine.scheduler import Scheduler
 
 
 def audit(scheduler: Scheduler) -> None:
-    """AssertionError that names what does not add up. Takes a look at every block."""
+    """AssertionError that names what does not add up. Inspects every block."""
     blocks, limits = scheduler.blocks, scheduler.limits
     running, waiting, prompts, flights = (
         scheduler.running,
@@ -29,7 +28,7 @@ def audit(scheduler: Scheduler) -> None:
     assert sorted(slots) == list(range(limits.slots)), f"slots {slots}"
     for streams in (running, waiting, prompts):
         assert [s.order for s in streams] == sorted({s.order for s in streams}), "out of order, or twice"
-        assert all(s.finish is None for s in streams), "one that has ended is still here"
+        assert all(s.finish is None for s in streams), "an ended sequence is still listed"
     assert all(s in running for s in prompts) and all(s in prompts for s in running if s.rest > (s.capture is None)), (
         "prompts that run"
     )
@@ -48,10 +47,9 @@ def audit(scheduler: Scheduler) -> None:
             s.slot == slot and s.held is not None and s.position == start + len(ids or (0,))
         ):  # not ended or preempted since
             for g, group in enumerate(blocks.groups):
-                # Its next row may have asked for a block in vain: then later passes may have what that row does not
-                # see.
+                # Its next row may lack a block: then later passes may hold blocks outside that row's view.
                 next_row = s.position == s.until and s.held.first[g] == group.first(s.position, blocks.block)
                 kept = s.held.first[g] <= group.first(start, blocks.block)
-                assert kept or next_row, f"{s.id}: blocks that rows in flight see are gone"
+                assert kept or next_row, f"{s.id}: blocks in the window of rows in flight are gone"
     if scheduler.idle:
-        assert not any(blocks.used.values()), f"idle, and blocks are held: {blocks.used}"
+        assert not any(blocks.used.values()), f"idle, but blocks are held: {blocks.used}"

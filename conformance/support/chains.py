@@ -10,8 +10,8 @@ STEPS = (
     ("add_rmsnorm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "w_next": "w_next", "sum": "s", "y": "y"}),
     ("fused_qkv", {"x": "y", "w": "w_qkv", "qkv": "qkv"}),
 )
-QUERIES = ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"})  # of a layer that attends to another's cache
-# With the layer's own input, and queries alone.
+QUERIES = ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"})  # of a layer that reads another layer's cache
+# with per-layer input, and queries only
 OWN_STEPS = (
     *STEPS[:3],
     ("add_norm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "sum": "e", "y": "g"}),
@@ -21,7 +21,7 @@ OWN_STEPS = (
 )
 TAKEN = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")
 ATTENTION = ("decode_attention", {**{name: name for name in TAKEN}, "o": "attended"})
-# The end of a layer of AltUp's streams, and the next one's prediction.
+# the end of a layer with AltUp streams, and the next layer's prediction
 STREAM_STEPS = (
     ("altup_add", {"corrected": "c", "a": "j", "w_post": "w_post", "streams": "s"}),
     (
@@ -38,7 +38,7 @@ STREAM_STEPS = (
         },
     ),
 )
-# A layer's correction of AltUp's streams, and its own input.
+# a layer's AltUp correction, and its per-layer input
 GATE_STEPS = (
     (
         "altup_correct",
@@ -57,7 +57,7 @@ GATE_STEPS = (
     ),
     ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
 )
-# A product and what adds its parts up, and that alone.
+# a product and the step that adds its partials
 LAUREL = (
     "laurel_add",
     {

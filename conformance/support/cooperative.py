@@ -1,4 +1,4 @@
-"""Decode passes whose workgroups wait for one another, and the same by separate steps: engines and faults for tests."""
+"""Decode passes whose workgroups wait for one another, against separate steps: engines and faults for tests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ HPARAMS = tiny(
 LAYER = {"workgroups": "1 * cores", "threads": 256}
 # KV splits of few positions, so that several workgroups have partial results of a head.
 ATTENTION = {"groups": "2 * cores", "min_split": 16, "subgroups": 8, "ahead": 2}
-# Words of control that nothing else uses (mutants/mailbox): the length of the context from which a mutant is active,
-# and which.
+# Unused control words (mutants/mailbox): the context length from which a mutant is active, and the mutant's number.
 SINCE_WORD, MUTANT_WORD = 6, 7
 
 
 @contextmanager
 def tuned(device: Any, merge: int = 2, layer: bool = True) -> Iterator[None]:
-    """Plans compiled inside merge attention so, and have a dispatch for each layer."""
+    """Merge attention in plans compiled inside the context: one dispatch for each layer."""
     with ExitStack() as forced:
         forced.enter_context(device.tuning.forced("layer", LAYER if layer else {**LAYER, "workgroups": 0}))
         forced.enter_context(device.tuning.forced("decode_attention", {**ATTENTION, "merge": merge}))
@@ -36,13 +35,13 @@ def tuned(device: Any, merge: int = 2, layer: bool = True) -> Iterator[None]:
 
 
 def engine(device: Any, checkpoint: Any, **options: Any) -> Engine:
-    """On a device that holds nothing else."""
+    """An engine on an otherwise empty device."""
     main_device(device).reset()
     return Engine(checkpoint, device, EngineConfig(weights="q8_0", **{"ctx": 96, "chunk": 16, **options}))
 
 
 def set_control(made: Engine, words: dict[int, int]) -> None:
-    """Words of control for every pass until the rows are set up anew. Waits for those before."""
+    """Set control words for every pass until the rows are set up again. Waits for earlier passes."""
     made.device.wait()
     control: np.ndarray = made.device.read(CONTROL_TENSOR).array
     control[list(words)] = list(words.values())
@@ -50,10 +49,10 @@ def set_control(made: Engine, words: dict[int, int]) -> None:
 
 
 def give_up(made: Engine) -> None:
-    """As a kernel does whose wait times out: every pass from now on is aborted."""
+    """Set the fault of a wait that timed out: every later pass is aborted."""
     set_control(made, {FAULT_WORD: 1})
 
 
 def layers(program: Any) -> int:
-    """Dispatches of a Vulkan program that are a whole layer."""
+    """Number of dispatches of a Vulkan program that run a whole layer."""
     return sum(d.kernel.name.startswith("layer.") for d in program.recording.dispatches)

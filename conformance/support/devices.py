@@ -1,4 +1,4 @@
-"""Devices for tests, opened once per process and option; a Vulkan that is missing is said, not passed over."""
+"""Devices for tests, opened once per process and option. A missing Vulkan device is reported."""
 
 from __future__ import annotations
 
@@ -87,14 +87,13 @@ def _close_kept() -> None:
 
 
 def shared_device(backend: str, **options: Any) -> Any:
-    """A device for a test that has no need of a VkDevice of its own: on Vulkan a sibling of one that the process keeps,
-    so that each pipeline is built once and not by everything that is opened (30 ms and more with its machine code
-    cached). In the short profile validation layers do not watch it, a fifth of what its tests take: they watch
-    commands' whole models, every operation and the runtime's tests. options: those of VulkanDevice that a sibling may
-    have of its own. Skips or fails as open_backend does."""
+    """A device for a test that needs no VkDevice of its own: on Vulkan a sibling of one that the process keeps, so that
+    pipelines are built once. In the short profile it has no validation layer; that runs with the commands' whole
+    models, every operation and the runtime's tests. options: those of VulkanDevice that a sibling may set. Skips or
+    fails as open_backend does."""
     if backend != "vulkan":
         return open_backend(backend, **options)
-    if _kept and _kept[0]._queue.gone is not None:  # a loss is of all
+    if _kept and _kept[0]._queue.gone is not None:  # a device loss affects all siblings
         _close_kept()
     if not _kept:
         _kept.append(open_backend("vulkan", validation=None if LONG else False))
@@ -102,15 +101,14 @@ def shared_device(backend: str, **options: Any) -> Any:
 
 
 def for_model(backend: str, schedule: Schedule | None = None) -> Opened:
-    """What hybrid.load takes as the device: a shared one. With a schedule, beside sim-npu1 where that places steps on
-    it."""
+    """The device argument for hybrid.load: a shared one, with sim-npu1 where the schedule places steps on it."""
     device = shared_device(backend)
     opened = Opened(device, device)
     return opened if schedule is None else beside(opened, schedule, "sim")
 
 
 def main_device(device: Any) -> Any:
-    """The device itself, or of several the main one: with what only its backend has."""
+    """The main device of a pair, or the device itself: for attributes of its backend."""
     return device.main if isinstance(device, MultiDevice) else device
 
 
@@ -128,7 +126,7 @@ def own_memory(device: Any) -> bool:
 
 
 def planned_on(dry: Any) -> dict[str, Any]:
-    """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
+    """Footprint's arguments for a device, as kernels.vulkan.dry records for it."""
     from hybrid.kernels.vulkan.dry import scratch_bytes
 
     return {
@@ -139,20 +137,20 @@ def planned_on(dry: Any) -> dict[str, Any]:
 
 
 def without_vulkan(error: Exception) -> NoReturn:
-    """Skip the test that runs, or fail it under HYBRID_REQUIRE_VULKAN=1."""
+    """Skip the running test, or fail it under HYBRID_REQUIRE_VULKAN=1."""
     if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
         pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but no Vulkan device: {error}", pytrace=False)
     pytest.skip(f"no Vulkan device: {error}")
 
 
 def need_compiler() -> None:
-    """Skip the test that runs where shaders cannot be compiled, or fail it under HYBRID_REQUIRE_COMPILER=1."""
+    """Skip the running test where shaders cannot be compiled, or fail it under HYBRID_REQUIRE_COMPILER=1."""
     if importlib.util.find_spec("slangpy") is None:
         without_compiler("mutated and new shaders need the compiler: pip install -e .[kernels]")
 
 
 def need_cxx() -> None:
-    """The same for what an NPU's tile kernels are compiled by here."""
+    """The same for the C++ compiler of the NPU's tile kernels."""
     from hybrid.kernels.npu.compile import NoCompiler, gxx
 
     try:
@@ -162,7 +160,7 @@ def need_cxx() -> None:
 
 
 def without_compiler(said: str) -> NoReturn:
-    """Skip the test that runs, or fail it under HYBRID_REQUIRE_COMPILER=1."""
+    """Skip the running test, or fail it under HYBRID_REQUIRE_COMPILER=1."""
     if os.environ.get("HYBRID_REQUIRE_COMPILER") == "1":
         pytest.fail(f"HYBRID_REQUIRE_COMPILER=1, but {said}", pytrace=False)
     pytest.skip(said)
@@ -178,9 +176,8 @@ def is_interpreted(device: Any) -> bool:
 
 
 class MatrixDevices:
-    """devices(**options) -> a Vulkan device with matrix units, whose kernels the test is about: this machine's, else
-    the interpreter's on the driver that is here. The short profile interprets a share of the tests, which changes with
-    the kernels."""
+    """devices(**options) -> a Vulkan device with matrix units: this machine's, else the interpreter on the available
+    driver. The short profile interprets a share of the tests, which changes with the kernels."""
 
     def __init__(self, devices: Devices, test: str) -> None:
         self.devices, self.test = devices, test
@@ -195,26 +192,26 @@ class MatrixDevices:
 
 
 def has_matrix_units(device: Any) -> bool:
-    """Whether kernels for matrix units are ever chosen on a Vulkan device."""
+    """Whether kernels for matrix units are ever selected on a Vulkan device."""
     return device.has("f16_matrices") and device.subgroup_size == 32
 
 
 def share_of(device: Any, cases: Sequence[T], share: int) -> Sequence[T]:
-    """All cases; of one that is interpreted one in so many, which change with the kernels."""
+    """All cases. Of interpreted ones, one in so many, which change with the kernels."""
     from hybrid.kernels.vulkan.kernel import kernels_digest
 
     return cases[int(kernels_digest(), 16) % share :: share] if is_interpreted(device) else cases
 
 
 def interpreted_now(test: str) -> bool:
-    """Whether the profile that runs interprets a test of matrix units, by its name."""
+    """Whether the running profile interprets this test of matrix units."""
     from hybrid.kernels.vulkan.kernel import kernels_digest
 
     return LONG or int.from_bytes(hashlib.sha256(f"{kernels_digest()} {test}".encode()).digest()[:4]) % SHARE == 0
 
 
 def spy_kernels(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """A set that collects the names of the kernels which a Vulkan device's bindings choose from now on."""
+    """A set that collects the names of the kernels that a Vulkan device selects from now on."""
     chosen: set[str] = set()
     choose = device.kernel
 
@@ -227,7 +224,7 @@ def spy_kernels(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def left_zero(device: Any, program: Any) -> bool:
-    """Is a Vulkan program's memory zero that its kernels find so and have to leave so? Waits for nothing."""
+    """Whether the memory that a Vulkan program's kernels expect and leave zero is zero. Does not wait."""
     for piece in program.zeroed:
         held = np.full(piece.size, 0xFF, np.uint8)
         device.transfer.download(piece, held)

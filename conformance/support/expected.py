@@ -3,7 +3,7 @@ error.
 
 [[failure]]
 test = "test_ops.py::test_edge[linear-vulkan-K=32]"    # a test's id from its file on; * matches anything
-reason = "why, and what will mend it"
+reason = "why, and the planned fix"
 expires = 2026-01-31
 """
 
@@ -35,7 +35,7 @@ class Failure:
 
 
 def load(path: Path = FILE) -> list[Failure]:
-    """Raises pytest.UsageError for an entry that is incomplete."""
+    """Raises pytest.UsageError for an incomplete entry."""
     entries = tomli.loads(path.read_text()).get("failure", [])
     for i, entry in enumerate(entries):
         if set(entry) != {"test", "reason", "expires"} or not isinstance(entry["expires"], datetime.date):

@@ -1,10 +1,9 @@
-"""A device for the scheduler's tests: it has a memory, block tables and a next token for each slot, and runs passes.
+"""A simulated device for the scheduler's tests: memory, block tables and a next token for each slot; it runs passes.
 
-A row reads what its sequence's table says is in the cache: of groups that see everything every earlier position, of the
-others the window. What it writes, and the token it chooses, depend on every value it has read. So a wrong block, one
-that was given to somebody else too early, a stale one, a wrong position or a wrong token changes every token after it.
-What nobody has written is garbage, and so is, to others, what a sequence writes in the same pass: on a device it may be
-there or not.
+A row reads from the cache what its sequence's table says: of global groups every earlier position, of the others the
+window. Its written value and its sampled token depend on every value read. A wrong block, one reused too early, a stale
+block, a wrong position or a wrong token therefore changes every later token. Unwritten memory is noise. So is, to other
+sequences, what a sequence writes in the same pass: on a device that may or may not be visible.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Place = tuple[str, int, int]
 
 
 def row_value(token: int, position: int, seen: Sequence[tuple[int, ...]]) -> int:
-    """What a row writes to the cache, given what it reads of each group."""
+    """The value that a row writes to the cache, from what it reads of each group."""
     return hash((token, position, *map(hash, seen)))
 
 
@@ -34,14 +33,14 @@ def chosen(value: int) -> int:
 
 
 class Oracle:
-    """One sequence alone, with a cache that nobody else uses."""
+    """One sequence alone, with a private cache."""
 
     def __init__(self, windows: Sequence[int]) -> None:
         self.windows = tuple(windows)
 
     @lru_cache(maxsize=20000)  # noqa: B019
     def values(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What the rows of `ids` write."""
+        """The values that the rows of `ids` write."""
         if not ids:
             return ()
         before = self.values(ids[:-1])
@@ -51,11 +50,11 @@ class Oracle:
 
     def next(self, ids: Sequence[int]) -> int:
         for n in range(0, len(ids), 100):
-            self.values(tuple(ids[:n]))  # not too deep at once
+            self.values(tuple(ids[:n]))  # limit the recursion depth
         return chosen(self.values(tuple(ids))[-1])
 
     def text(self, prompt: Sequence[int], most: int, ends: frozenset[int]) -> list[int]:
-        """The tokens that follow a prompt."""
+        """The tokens that continue a prompt."""
         ids = list(prompt)
         while len(ids) < len(prompt) + most:
             ids.append(self.next(ids))
@@ -74,7 +73,7 @@ class Runner:
         self.lose()
 
     def lose(self) -> None:
-        """Everything in memory is lost."""
+        """Lose all memory contents."""
         slots, table = self.shape
         self.memory = {
             g.name: [[self._noise() for _ in range(self.block)] for _ in range(g.blocks)] for g in self.groups
@@ -85,26 +84,26 @@ class Runner:
         self.next = [(self._noise() % VOCAB, self._noise()) for _ in range(slots)]
 
     def run(self, done: Pass) -> tuple[list[int], list[int]]:
-        """(tokens, how many of each run that wants any), as `Scheduler.commit` takes them."""
+        """(tokens, accepted count of each run that samples), as `Scheduler.commit` takes them."""
         assert len({write[:3] for write in done.writes}) == len(done.writes), "one entry of a table written twice"
         for group, slot, index, block in done.writes:
             self.tables[group][slot][index] = block
         assert len({run.slot for run in done.runs}) == len(done.runs), "two runs of one slot"
         for seq, _, start, ids, *_ in done.runs:
             assert not any(a < start + len(ids or (0,)) < b for a, b in seq.spans), f"{seq.id}: a span is cut"
-        whose: dict[Place, int] = {}  # who writes a place in this pass
+        whose: dict[Place, int] = {}  # the writer of each position in this pass
         for _, slot, start, ids, *_ in done.runs:
             for position in range(start, start + len(ids or (0,))):
                 for g in self.groups:
                     place = self._place(g, slot, position)
-                    assert whose.setdefault(place, slot) == slot, "two sequences write one place"
+                    assert whose.setdefault(place, slot) == slot, "two sequences write one position"
         written: dict[Place, int] = {}
         tokens: list[int] = []
         counts: list[int] = []
         for seq, slot, start, ids, wants, _ in done.runs:
             if ids is None:
                 token, position = self.next[slot]
-                assert position == start, f"{seq.id}: the device goes on at {position}, the host at {start}"
+                assert position == start, f"{seq.id}: the device continues at {position}, the host at {start}"
                 ids = (token,)
             values = []
             for position, token in enumerate(ids, start):
@@ -118,7 +117,7 @@ class Runner:
             elif wants:
                 picked = [chosen(value) for value in values[-wants:]]
                 n = 1
-                while n < wants and picked[n - 1] == ids[n]:  # drafts that were right
+                while n < wants and picked[n - 1] == ids[n]:  # accepted drafts
                     n += 1
                 tokens += picked[:n]
                 counts.append(n)
@@ -138,7 +137,7 @@ class Runner:
     def _read(
         self, group: Group, slot: int, position: int, whose: dict[Place, int], written: dict[Place, int]
     ) -> tuple[int, ...]:
-        """What a row sees of its sequence."""
+        """The rows that a row sees of its sequence."""
         memory, found = self.memory[group.name], []
         for p in range(max(0, position - group.window + 1) if group.window else 0, position):
             place = self._place(group, slot, p)
@@ -154,7 +153,7 @@ class Runner:
 
 
 class Uneven(BatchCap):
-    """Sequences take turns, now more, now fewer of them."""
+    """Sequences sit out steps; the cap varies."""
 
     def __init__(self) -> None:
         super().__init__((1, 64), ())
@@ -170,7 +169,7 @@ class Uneven(BatchCap):
 
 
 class Host:
-    """A constraint, for requests whose tokens the host takes part in choosing."""
+    """A constraint, for requests whose tokens the host helps to sample."""
 
     def mask(self) -> None:
         return None
@@ -185,14 +184,14 @@ class Host:
 def request(
     id: Any, prompt: Sequence[int], limit: int, *, priority: int = 0, ahead: bool = True, **options: Any
 ) -> Request:
-    """A request without a tokenizer. ahead: whether the host takes no part in choosing."""
+    """A request without a tokenizer. ahead: whether the device samples without the host."""
     wanted = {name: options.pop(name) for name in ("speculate",) if name in options}
     given = Options(max_tokens=limit, priority=priority, constraint=None if ahead else Host(), **wanted)
     return Request(id, prompt, given, **options)
 
 
 class Loop:
-    """A scheduler with its runner, one pass after another."""
+    """A scheduler with its runner; passes run in order."""
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class Loop:
         self.runner = Runner(blocks.groups, block, limits.slots, -(-limits.ctx // block))
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.passes: list[Pass] = []
-        """All that have been made."""
+        """All passes so far."""
         self._flights: list[Pass] = []
 
     def add(self, prompt: Sequence[int], limit: int, **options: Any) -> Request:
@@ -216,7 +215,7 @@ class Loop:
         return made
 
     def step(self) -> Pass | None:
-        """The next pass, then the tokens of the oldest in flight."""
+        """Submit the next pass, then commit the oldest in flight."""
         done = self.scheduler.schedule()
         if done is not None:
             self.passes.append(done)
@@ -231,13 +230,13 @@ class Loop:
         return [done for done in (self.step() for _ in range(n)) if done is not None]
 
     def drain(self) -> None:
-        """Until everything has ended; every text must be that of its sequence alone."""
+        """Run until all requests ended; every text must equal that of its sequence alone."""
         for _ in range(5000):
             if self.scheduler.idle:
                 return
             self.step()
-        raise AssertionError("something never ends")
+        raise AssertionError("a request never ends")
 
     def right(self, *streams: Request) -> bool:
-        """Whether texts are those of each sequence alone, and whole."""
+        """Whether texts are complete and equal those of each sequence alone."""
         return all(s.generated == self.oracle.text(s.ids[: s.n_prompt], s.last - s.n_prompt, s.ends) for s in streams)

@@ -63,7 +63,7 @@ SIZES = (
 
 
 def published_config(size: Size) -> dict[str, Any]:
-    """config.json as it was released: the text-only ones complete, the multimodal ones with what differs from the
+    """config.json as released: the text-only ones complete, the multimodal ones with the fields that differ from the
     class defaults (4b: five fields)."""
     if not size.multimodal:
         return {

@@ -161,7 +161,7 @@ def gemma4_metadata(name: str) -> dict[str, Any]:
 
 
 def gemma3n_config(name: str) -> dict[str, Any]:
-    """In the dialect of 2025, as it was published; E4B leaves most to the class."""
+    """In the dialect of 2025, as published; E4B leaves most fields to the class defaults."""
     s = GEMMA3N[name]
     text: dict[str, Any] = {
         "model_type": "gemma3n_text",
@@ -203,7 +203,7 @@ def gemma3n_config(name: str) -> dict[str, Any]:
 
 
 def gemma3n_metadata(name: str, writer: str) -> dict[str, Any]:
-    """writer: llama.cpp, or ollama, which calls some keys otherwise and leaves some out."""
+    """writer: llama.cpp, or ollama, which renames some keys and omits some."""
     s = GEMMA3N[name]
     keys: dict[str, Any] = {
         "context_length": 32768,

@@ -1,4 +1,4 @@
-"""What tests' GGUF files have in common, written with the gguf package: required keys, the small tokenizer, the end."""
+"""Shared parts of the tests' GGUF files, written with the gguf package: required keys, the small tokenizer, the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid.core.hparams import HParams
 
 
 def sparse(path: Path, hp: HParams, window: bool = True) -> gguf.GGUFWriter:
-    """A writer that holds the keys without which no reader can do, and (`window`) the sliding window's."""
+    """A writer with the required keys, and (`window`) the sliding window's."""
     w = gguf.GGUFWriter(path, "gemma3")
     w.add_context_length(hp.context_length)
     w.add_embedding_length(hp.hidden)

@@ -1,11 +1,10 @@
-"""What a demonstration model must give, computed in float64 by the plain references from exactly the numbers in its
-file:
+"""Golden values of a demonstration model, computed in float64 by the plain references from the numbers in its file:
 
     python -m conformance.support.golden models/demo-gemma4-q8_0.gguf conformance/data/demo-gemma4
 
 reads the prompts of conformance/data/demo-gemma3/golden.json, and writes golden.json (ids, greedy continuations,
-held-out loss) and golden.npz (logits: of the last position, of a long prompt also of the first and the middle one).
-Each continuation is proposed by the device `cpu` in float32 and taken only if every choice is the reference's.
+held-out loss) and golden.npz (logits: of the last position, of a long prompt also of the first and the middle one). The
+device `cpu` proposes each continuation in float32; it is accepted only if every token is the reference's.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HELD_OUT = DATA / "demo-gemma3" / "held-out.txt"
 
 
 def positions(length: int) -> list[int]:
-    """Of a prompt's tokens: those whose logits are kept."""
+    """The positions of a prompt whose logits are kept."""
     return [0, length // 2, length - 1] if length >= MANY else [length - 1]
 
 
@@ -45,9 +44,9 @@ def nats(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
 
 
 def shifted(before: np.ndarray, after: np.ndarray, bound: float) -> bool:
-    """Whether the nats of the same predictions, f64 [n] each, differ in the mean by more than `bound`. Few predictions
-    move it by chance, differently with each processor's products: two standard errors of the mean difference are
-    allowed beside the bound."""
+    """Whether the nats of the same predictions, f64 [n] each, differ in the mean by more than `bound`. A few
+    predictions vary by chance, differently with each processor's products: two standard errors of the mean difference
+    are allowed beside the bound."""
     moved = after - before
     return bool(abs(moved.mean()) > bound + 2 * moved.std() / np.sqrt(moved.size))
 
@@ -63,7 +62,7 @@ def main(file: Path, folder: Path) -> int:
             greedy = list(model.stats.ids)
             logits, _ = forward(checkpoint, [*ids, *greedy])
             if logits[len(ids) - 1 : -1].argmax(-1).tolist() != greedy:
-                raise SystemExit(f"prompt {i}: float32's choices are not the reference's")
+                raise SystemExit(f"prompt {i}: float32's tokens are not the reference's")
             arrays[f"logits_{i}"] = logits[positions(len(ids))].astype(np.float32)
             cases.append({"prompt": model.decode(ids[1:]), "ids": ids, "greedy": greedy, "text": model.decode(greedy)})
             print(f"prompt {i}: {len(ids)} tokens", flush=True)

@@ -1,5 +1,5 @@
-"""A fused group's steps as one plan on a device, and their judgement: each by its own operation's definition, on what
-the group's dispatches left in memory."""
+"""A fused group's steps as one plan on a device. Each step is checked by its own operation's definition, on the memory
+that the group's dispatches left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECS = load_ops()
 
 
 def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live: int) -> list[Case]:
-    """One case for each step of the group; with `own` among the sizes, of that with the layer's own input."""
+    """One case for each step of the group; with `own` among the sizes, of the step with per-layer input."""
     n, t = dict(sizes), {"T": rows}
     h = {**t, "H": n["hidden"]}
     first = ({**t, "K": n["heads"], "N": n["hidden"]}, h, {**h, "F": n["ffn"]}, h)
@@ -50,7 +50,7 @@ def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live
 def planned(
     made: list[Case], device: str, order: Sequence[int] = (), swaps: Mapping[str, str] = {}
 ) -> tuple[Plan, dict[str, Tensor]]:
-    """The steps as one plan, and values of what none of them writes first. `swaps`: other tensors for arguments,
+    """The steps as one plan, and values of tensors that no step writes first. `swaps`: other tensors for arguments,
     "step.argument" -> tensor."""
     values: dict[str, Tensor] = {}
     decls: dict[str, TensorDecl] = {}
@@ -70,7 +70,7 @@ def planned(
 
 
 def beside(plan: Plan, values: dict[str, Tensor], others: Sequence[list[Case]], device: str) -> Plan:
-    """The plan with other layers behind it, which share nothing with it; their values join `values`."""
+    """The plan followed by other layers, which share nothing with it; their values join `values`."""
     for i, cases_of_layer in enumerate(others, 1):
         layer, theirs = planned(cases_of_layer, device)
         named = {name: name if name == "control" else f"{name}.{i}" for name in layer.tensors}
@@ -84,8 +84,8 @@ def beside(plan: Plan, values: dict[str, Tensor], others: Sequence[list[Case]], 
 def run(
     device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, others: Sequence[list[Case]] = (), **how: Any
 ) -> int:
-    """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
-    plan's dispatches. `given`: other values of tensors; `others`: more layers, behind; `how`: planned()'s order and
+    """Run the steps as one plan, twice from different poison, and check each on the memory it reads. Returns the plan's
+    dispatches. `given`: other values of tensors; `others`: more layers after the plan; `how`: planned()'s order and
     swaps."""
     plan, values = planned(made, device.name, **how)
     judged_by = [made[int(step.name[0])] for step in plan.steps]
@@ -101,7 +101,7 @@ def proved(
     given: Mapping[str, Tensor] = {},
     bindings: Mapping[str, Any] | None = None,
 ) -> int:
-    """The same of a plan and the case of each of its steps, in their order. `bindings`: of this plan."""
+    """The same for a plan and the case of each of its steps, in their order. `bindings`: of this plan."""
     rows = judged_by[0].rows
     found = []
     for byte in POISON:
@@ -109,7 +109,7 @@ def proved(
         for name, decl in plan.tensors.items():
             device.store(decl, values.get(name, poisoned(decl, byte)))
         program = device.compile(plan, bindings=bindings)
-        for _ in range(2):  # what a submit leaves behind must not change the next one
+        for _ in range(2):  # memory left by one submit must not change the next
             device.wait(program.submit())
         assert not device.check_guards()
         found.append({name: device.read(name) for name in plan.tensors})
@@ -124,7 +124,7 @@ def proved(
     for step, case in zip(plan.steps, judged_by, strict=True) if rows else ():
         spec = SPECS[step.op]
         held = {arg: found[0][name] for arg, name in step.args.items()}
-        caches = {arg: given[step.args[arg]] for arg in spec.state}  # as they were
+        caches = {arg: given[step.args[arg]] for arg in spec.state}  # unmodified
         call = expect(spec, case, {**{n: held[n] for n in spec.inputs}, **caches}, device.has("f16_matrices"))
         check(spec, case, f"{device.name}: {step.name} of {case}", call, held)
     return program.dispatches

@@ -1,5 +1,5 @@
 """The embedded model with the marks and the template of a family that calls tools by marks: Gemma 4's, in place of
-pieces that it hardly uses."""
+rarely used pieces."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MARKS = (*CONTROLS, *PRINTED_MARKS)
 
 @cache
 def gemma4(printed: int) -> Tokenizer:
-    """The embedded vocabulary with Gemma 4's marks in place of others. printed: the type of those that GGUF files let
-    print."""
+    """The embedded vocabulary with some pieces replaced by Gemma 4's marks. printed: the type of the marks that GGUF
+    files print."""
     v = open_checkpoint(DEMO).tokenizer.vocabulary
     pieces, types = list(v.pieces), list(v.types)
     normal = [i for i, t in enumerate(types) if t == NORMAL][100 : 100 + len(MARKS)]

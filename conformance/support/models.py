@@ -1,5 +1,4 @@
-"""The demonstration checkpoints as tests use them: golden values, the held-out text, open models by device and
-options."""
+"""The demonstration checkpoints for tests: golden values, the held-out text, open models by device and options."""
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ GOLDEN = DATA / "demo-gemma3"
 SHIPPED = ("demo-gemma3", "demo-gemma3n", "demo-gemma4", "demo-gemma3-draft")
 WINDOW, MAX_DOC, DOCS = 128, 512, 12
 BOTH = (4, 5, 6)
-"""Layers of the demonstration model: a local, a global, a local one. What Vulkan's CPU driver takes for float32
-products makes a model of these worth it where neither depth nor trained text is what a test is about."""
+"""Layers of the demonstration model: a local, a global, a local one. Vulkan's CPU driver is slow at float32 products,
+so tests that need neither depth nor trained text use these."""
 TABLES = {"embed": "q8_0", "table": "q8_0"}
-"""Types of tables beside q4_0 matrices, as published files of Gemma 3n and Gemma 4 have them wider."""
+"""Types of tables beside q4_0 matrices, as in published files of Gemma 3n and Gemma 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Golden:
 
 @cache
 def golden(name: str = "demo-gemma3") -> tuple[Golden, ...]:
-    """What the equations give for the numbers in a shipped file."""
+    """The golden values for the numbers in a shipped file."""
     cases, arrays = json.loads((DATA / name / "golden.json").read_text())["cases"], np.load(DATA / name / "golden.npz")
     return tuple(
         Golden(tuple(c["ids"]), tuple(c["greedy"]), c["text"], arrays[f"logits_{i}"]) for i, c in enumerate(cases)
@@ -76,8 +75,7 @@ def prompt(length: int) -> list[int]:
 
 @cache
 def demo(kind: str = "q8_0", name: str = "demo-gemma3", layers: tuple[int, ...] | None = None) -> Path:
-    """A demonstration model as a file: the shipped one, or one of another type or of some of its layers, made of its
-    numbers, which goes when the process ends."""
+    """A demonstration model as a file: the shipped one, or a temporary one of another type or with some of its layers."""
     shipped = MODELS / f"{name}-q8_0.gguf"
     if kind == "q8_0" and not layers:
         return shipped
@@ -91,8 +89,7 @@ def demo(kind: str = "q8_0", name: str = "demo-gemma3", layers: tuple[int, ...] 
 
 
 def cut(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
-    """The model with these of its layers alone, ascending; for families whose tensors each are of one layer or of
-    none."""
+    """The model with only these layers, ascending; for families whose tensors belong to one layer or to none."""
     new = {old: index for index, old in enumerate(layers)}
     entries = {}
     for name, entry in checkpoint.entries.items():
@@ -106,7 +103,7 @@ def cut(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
 
 class Models:
     """get(backend, "q8_0", weights=...) -> an open hybrid.Model, kept for the session. f32, f16: the shipped file,
-    converted while loading. layers: with these of its layers alone."""
+    converted while loading. layers: with only these layers."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Any, ...], hybrid.Model] = {}
@@ -124,7 +121,7 @@ class Models:
         return self._open[key]
 
     def inspect(self) -> None:
-        """Raise if the validation layer has reported anything."""
+        """Raise if the validation layer has reported a message."""
         for model in self._open.values():
             check_validation(model.engine.device)
 

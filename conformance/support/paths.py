@@ -1,4 +1,4 @@
-"""Where the suite finds what lies in the clone."""
+"""Paths of the clone that the suite uses."""
 
 from pathlib import Path
 

@@ -18,9 +18,9 @@ def forward(
     rows: Mapping[int, np.ndarray] | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(logits [n, vocab], hidden states [layers + 1, n, hidden]) of a token sequence, all positions at once. rows: what
-    some positions have in place of their token's embedding. spans: positions that see one another whole, and windows that
-    end with them."""
+    """(logits [n, vocab], hidden states [layers + 1, n, hidden]) of a token sequence, all positions at once. rows:
+    embeddings that replace some positions' tokens. spans: positions with full attention among themselves, and windows
+    that end with them."""
     hp = checkpoint.hparams
 
     def w(name: str) -> np.ndarray:

@@ -1,5 +1,5 @@
 """Gemma 4 (dense) in float64 straight from its equations, sharing no code with operations, planner or engine: an
-independent reference for whole models of any shape. `Plain` holds what Gemma 3n has in common with it."""
+independent reference for whole models of any shape. `Plain` is shared with Gemma 3n."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ class Plain:
         return (row.reshape(context.shape) + self.norm(context, "per_layer_proj_norm")) / np.sqrt(2)
 
     def gated(self, x: np.ndarray, own: np.ndarray, layer: int) -> np.ndarray:
-        """The branch of a layer's own input, normed."""
+        """The normed branch of a layer's per-layer input."""
         b = f"blk.{layer}"
         return self.norm((gelu(x @ self.w(f"{b}.inp_gate").T) * own) @ self.w(f"{b}.proj").T, f"{b}.post_norm")
 
     def attended(self, y: np.ndarray, layer: int, caches: dict[int, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Attention's output of the normed y [n, hidden]. A layer that owns its keys and values leaves them in
-        `caches`."""
+        """Attention's output of the normed y [n, hidden]. A layer with its own keys and values stores them in `caches`."""
         b, own, n = f"blk.{layer}", self.hp.layers[layer], len(y)
         q = self.norm((y @ self.w(f"{b}.attn_q").T).reshape(n, own.n_heads, own.head_dim), f"{b}.attn_q_norm")
         if own.kv_from is None:

@@ -1,6 +1,6 @@
-"""Which profile runs (HYBRID_CONFORMANCE): the short one for every change, `long` by hand, `quick` for whoever changes
-a line (`make quick`), or `trial`, that of a mutant (conformance/mutation/trial.py), where one failure is enough and
-nobody reads the smallest."""
+"""The running profile (HYBRID_CONFORMANCE): `short` for every change, `long` by hand, `quick` for one-line changes
+(`make quick`), or `trial`, that of a mutant (conformance/mutation/trial.py), where one failure is enough and none is
+shrunk."""
 
 import os
 import re
@@ -14,7 +14,7 @@ BACKEND = re.compile(r"(?<![a-z])(cpu|vulkan|npu)(?![a-z])")  # in the name of a
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Every test that does not take seconds, with the first of its parameters for each backend."""
+    """Drop tests that take seconds, and all but the first parameters for each backend."""
     groups: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):

@@ -1,7 +1,6 @@
-"""A module that imports as `pyxrt` and calls itself an NPU: the simulator's surface behind a hardware device's name.
+"""A stand-in module `pyxrt`: the simulator under a hardware device's name.
 
-For tests of what happens on a machine with driver and XRT. Commands find it through `folder_of`, this process through
-`installed`.
+For tests of a machine with driver and XRT. Commands find it through `folder_of`, this process through `installed`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def standin(*lacks: str) -> ModuleType:
 
 @contextmanager
 def installed(module: ModuleType) -> Iterator[None]:
-    """`import pyxrt` gives the module."""
+    """Make `import pyxrt` return the module."""
     before = sys.modules.get("pyxrt")
     sys.modules["pyxrt"] = module
     try:
@@ -47,7 +46,7 @@ def installed(module: ModuleType) -> Iterator[None]:
 
 
 def folder_of(path: Path) -> Path:
-    """A folder for PYTHONPATH, in which commands find the module."""
+    """A folder for PYTHONPATH from which commands import the module."""
     text = "import sys\nfrom conformance.support.pyxrt_standin import standin\nsys.modules['pyxrt'] = standin()\n"
     (path / "pyxrt.py").write_text(text)
     return path

@@ -1,9 +1,10 @@
-"""A stand-in for every processor's BLAS: float32 products whose order of adding up depends on their shape.
+"""A stand-in for every processor's BLAS: float32 products whose summation order depends on their shape.
 
-The bits of a BLAS product depend on its kernels, which are the processor's, and on the number of rows and threads. With
-HYBRID_ROUGH_PRODUCTS=1 each product of the device `cpu` is cut along K where its shape says, and the two sums are
-added: as exact as any BLAS, and for other numbers of rows in another order everywhere, so that what relies on one order
-fails."""
+The bits of a BLAS product depend on the processor's kernels and on the number of rows and threads. With
+HYBRID_ROUGH_PRODUCTS=1 each product of the device `cpu` is cut along K at a point given by its shape, and the two sums
+are added. It is as exact as any BLAS. With another number of rows the order differs everywhere, so code that relies on
+one order fails.
+"""
 
 from __future__ import annotations
 

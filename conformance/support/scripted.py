@@ -1,5 +1,5 @@
-"""A model for tests of the server alone: the tokenizer of a real one, texts, pace and failures as the test says. It
-keeps the face of hybrid.model.Model that the server uses, with the engine's own handles."""
+"""A scripted model for tests of the server alone: a real tokenizer, with texts, delays and failures from the test. It
+has the attributes of hybrid.model.Model that the server uses, and the engine's own handles."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 @dataclass
 class Script:
-    """What each request does. text: what it says, token by token; ids: these tokens instead, also under a constraint,
-    which must allow them; pause: seconds before each token; error: raised after
-    `after` tokens; queue: requests that may be open at a time."""
+    """Behaviour of each request. text: the text, token by token; ids: these tokens instead, also under a constraint,
+    which must allow them; pause: seconds before each token; error: raised after `after` tokens; queue: most open
+    requests."""
 
     text: str = "some text."
     ids: Sequence[int] | None = None
@@ -39,7 +39,7 @@ class Script:
     finish: str = "eos"
     submitted: list[dict[str, Any]] = field(default_factory=list)
     gate: threading.Event | None = None
-    """Where there is one, no token comes until it is set."""
+    """If set, tokens wait for it."""
 
 
 class ScriptedModel:
@@ -145,8 +145,8 @@ CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>')
 
 
 def walk(constraint: Constraint, tokenizer: Tokenizer, seed: int, begin: Sequence[int] = ()) -> Iterator[int]:
-    """Token ids that a constraint allows, drawn at random with a leaning towards the end, until it allows an end of
-    text and that is drawn. `begin`: the first ones. AssertionError where the constraint does not allow one of these."""
+    """Token ids that a constraint allows, drawn at random with a bias towards the end, until an allowed end of text is
+    drawn. `begin`: the first ids. AssertionError where the constraint does not allow one of these."""
     draw = random.Random(seed)
     nearer = [i for c in CLOSING if (i := tokenizer.token_id(c)) is not None]
     ends = np.array(sorted(tokenizer.eos_ids))

@@ -1,4 +1,4 @@
-"""Servers for tests: in this process, in a thread of their own, on a free port of the loopback address."""
+"""Servers for tests: in this process, each in its own thread, on a free port of the loopback address."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import Settings
 
 UNTOUCHED = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-"""A server has its process to itself and puts its objects in order before requests come, which takes half a second
-where the suite lives; conformance/serve/test_process.py has it do so."""
+"""Replaces garbage collection at the start of a server, which takes half a second in the suite's process;
+conformance/serve/test_process.py runs the real one."""
 
 
 class Running:
-    """A server that answers. `app.state` has its backend; `ended` what it asked the process for."""
+    """A running server. `app.state` has its backend; `ended` the exit status it requested."""
 
     def __init__(
         self, app: Any, server: uvicorn.Server, address: tuple[str, int], ended: list[tuple[int, str]]
@@ -38,7 +38,7 @@ class Running:
         self.url = "http://{}:{}".format(*address)
         self.http = httpx.Client(
             base_url=self.url, timeout=60, trust_env=False, verify=False
-        )  # which would read certificates
+        )  # certificates are not read
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self.http.post(path, json=body, **more) if body is not None else self.http.post(path, **more)
@@ -47,7 +47,7 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def break_off(self) -> None:
-        """Ends every connection, in the midst of what it sends."""
+        """Close every connection in the middle of its response."""
         for connection in list(self._server.server_state.connections):
             connection.loop.call_soon_threadsafe(connection.transport.abort)
 
@@ -80,8 +80,8 @@ def running(
 
 @contextmanager
 def listening_elsewhere() -> Iterator[socket.socket]:
-    """A socket that listens in a network namespace of its own, at an address that this one reaches through a pair of
-    interfaces. OSError where such a thing cannot be made."""
+    """A socket that listens in a separate network namespace, at an address reachable through a pair of interfaces.
+    OSError where that cannot be created."""
     name, number = f"page{os.getpid()}", os.getpid() % (1 << 14)
     network = f"10.203.{number >> 6}.{{}}".format
     here, there = network(((number & 63) << 2) + 1), network(((number & 63) << 2) + 2)
@@ -92,14 +92,16 @@ def listening_elsewhere() -> Iterator[socket.socket]:
         _ip("link", "set", f"{name}a", "up")
         _ip("-n", name, "address", "add", f"{there}/30", "dev", f"{name}b")
         _ip("-n", name, "link", "set", f"{name}b", "up")
-        with ThreadPoolExecutor(1) as thread:  # it alone enters; a socket stays where it was made
+        with ThreadPoolExecutor(
+            1
+        ) as thread:  # only this thread enters; a socket stays in the namespace that created it
             listening = thread.submit(_listen_in, name, there).result()
         with listening:
             yield listening
     finally:
         subprocess.run(
             ["ip", "link", "delete", f"{name}a"], capture_output=True
-        )  # a namespace would keep it for a while
+        )  # the namespace would keep it for a while
         _ip("netns", "delete", name)
 
 

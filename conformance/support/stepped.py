@@ -1,5 +1,4 @@
-"""An engine without its thread, for tests: steps when the test says so, and the texts of sequences alone to hold its own
-against."""
+"""An engine without its thread, for tests: the test runs each step. Also the texts of sequences alone, for comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from hybrid.model import Model
 
 
 class Stepped:
-    """A step when the test says so. draft: guesses for it."""
+    """An engine that the test steps. draft: its drafter."""
 
     def __init__(self, engine: Engine, queue: int = 64, draft: DraftModel | None = None) -> None:
         self.engine, self.draft = engine, draft
@@ -42,7 +41,7 @@ class Stepped:
         scheduler = self.engine.scheduler
         audit(scheduler)
         held = {request.id for request in (*scheduler.running, *scheduler._queue.requests)}
-        assert held <= set(self.engine._requests), "a request that has ended runs"
+        assert held <= set(self.engine._requests), "an ended request runs"
 
     def finish(self) -> None:
         for _ in range(5000):
@@ -50,21 +49,21 @@ class Stepped:
                 break
             self.step()
         assert not self.engine._requests, "a request does not end"
-        assert self.engine.scheduler.idle, "blocks are held by nobody's sequence"
+        assert self.engine.scheduler.idle, "blocks are held without a sequence"
         if (speculator := self.engine.speculator) is not None and speculator.drafter is not None:
             small = speculator.draft
-            assert small is None or not small._copies, "the draft follows a sequence that has ended"
+            assert small is None or not small._copies, "the draft model keeps an ended sequence"
 
 
 def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
-    """The text of a sequence that finds nothing in the cache, and leaves nothing there."""
+    """The text of a sequence without cache hits, and without cached blocks afterwards."""
     request = Request(0, ids, Options(max_tokens=count, ignore_eos=True, speculate=0 if engine.speculator else None))
     request.private = True
     return list(engine.drive(request).result().ids)
 
 
 def same(engine: Engine, ids: list[int], found: list[int], wanted: list[int]) -> None:
-    """The same greedy tokens, up to a near tie: a row's sums may differ with the rows beside it."""
+    """The same greedy tokens, up to a near tie: a row's sums may differ with the other rows of its pass."""
     at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
     if at is not None:
         logits = engine.logits([*ids, *wanted[:at]])[-1:, : engine.target.n_tokens]
@@ -72,7 +71,7 @@ def same(engine: Engine, ids: list[int], found: list[int], wanted: list[int]) ->
 
 
 class Doubtful(DraftModel):
-    """One that changes some of its guesses."""
+    """A drafter that changes some of its drafts."""
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         found = super().propose(wanted)
@@ -80,7 +79,7 @@ class Doubtful(DraftModel):
 
 
 def draft_of(engine: Engine) -> DraftModel:
-    """The same model as its own draft."""
+    """The same model as its own draft model."""
     config = engine.config
     runner = Runner(engine.checkpoint, engine.device.sibling(LENT), config)
     return Doubtful(runner, "small", lambda: None)

@@ -1,4 +1,4 @@
-"""Small random checkpoints in Hugging Face layout, of any shape and in every dialect: test data made on the spot."""
+"""Small random checkpoints in Hugging Face layout, of any shape and in every dialect, made by the tests."""
 
 from __future__ import annotations
 
@@ -94,9 +94,8 @@ def tiny_gemma3n(**changes: Any) -> HParams:
 
 
 def tiny_gemma4(*, inputs: bool = True, **changes: Any) -> HParams:
-    """A Gemma 4 of a few thousand weights: as the small sizes, with inputs to layers, two layers that read other
-    layers' caches and wider feed-forwards there; or (`inputs` false) as the large ones, whose layers all have
-    caches."""
+    """A Gemma 4 of a few thousand weights. As the small sizes: per-layer inputs, two layers that read other layers'
+    caches, and wider feed-forwards there. As the large ones (`inputs` false): every layer has a cache."""
     local = {"head_dim": 16, "n_heads": 4, "n_kv_heads": 2, "window": 8, "rope_theta": 1e4}
     wide = {
         "head_dim": 32,
@@ -262,13 +261,13 @@ def _common(hp: HParams) -> dict[str, Any]:
 
 
 def _scalar(x: float) -> int | float:
-    """transformers wants an int where it is one."""
+    """transformers expects an int for scalars."""
     return round(x) if abs(x - round(x)) < 1e-9 * x else x
 
 
 def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors by Hugging Face name without prefix; Gemma 3's norm weights stored as w - 1. What layers that read
-    another layer's cache never use is there too, as in published files."""
+    """Random tensors by Hugging Face name without prefix; Gemma 3's norm weights stored as w - 1. Includes the unused
+    tensors of layers that read another layer's cache, as published files do."""
     rng = np.random.default_rng(seed)
     family, out = family_of(hp), {}
     made = family.made(hp)

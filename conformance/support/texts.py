@@ -1,4 +1,4 @@
-"""Texts of an engine as tests ask for them: ids through requests, whose passes the caller runs."""
+"""Texts of an engine for tests: ids through requests whose passes the caller runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybrid.engine.request import Event, Options
 
 
 def ask(engine: Engine, ids: Sequence[int], n: int, **options: Any) -> Handle:
-    """A request for `n` tokens after these, run by whoever reads it; end-of-text tokens do not end it."""
+    """A request for `n` tokens after these, run by its reader; end-of-text tokens do not end it."""
     return engine.generate(ids, Options(max_tokens=n, ignore_eos=True, **options))
 
 
 def greedy(engine: Engine, ids: Sequence[int], n: int, **options: Any) -> list[int]:
-    """The `n` tokens that follow these, fewer at the context's end."""
+    """The next `n` tokens, fewer at the context's end."""
     return list(ask(engine, ids, n, **options).result().ids)
 
 
@@ -39,6 +39,6 @@ def until(handle: Handle, n: int) -> list[int]:
 
 
 def together(engine: Engine, prompts: Sequence[Sequence[int]], n: int, **options: Any) -> list[list[int]]:
-    """The `n` tokens that follow each of these prompts, all in the same passes."""
+    """The next `n` tokens of each of these prompts, all in the same passes."""
     handles = [ask(engine, ids, n, **options) for ids in prompts]
     return [list(handle.result().ids) for handle in handles]

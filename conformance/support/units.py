@@ -1,4 +1,4 @@
-"""What was skipped for want of matrix units, and where it ran instead: one line at the end of a run."""
+"""Report tests skipped for lack of matrix units, and the runs that had them: one line at the end of a run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hybrid.perf.record.schema import Record
 
-WANT = re.compile(r"matrix units|f16_matrices")  # in the reason of every skip for want of them
+WANT = re.compile(r"matrix units|f16_matrices")  # in the reason of every such skip
 FILE = re.compile(r"conformance/(?:\w+/)*(test_\w+)\.py")
 
 
 def left_out(skips: Iterable[tuple[str, str]]) -> Counter[str]:
-    """Of (node id, reason) of skipped tests, those that wanted matrix units, by test file."""
+    """Of (node id, reason) of skipped tests, those that needed matrix units, by test file."""
     return Counter(FILE.findall(node)[0] for node, reason in skips if WANT.search(reason))
 
 
 def elsewhere(skipped: Mapping[str, int], records: Sequence[Record], kernels: str) -> str:
     """How often campaigns proved the operations on a device with matrix units, when last, in which test files, and
-    whether those were these `kernels` (digest). skipped: tests by file; records: oldest first."""
+    whether with these `kernels` (digest). skipped: tests by file; records: oldest first."""
     what = f"matrix units: {sum(skipped.values())} tests left out for want of them"
     proofs = [r for r in records if "llvmpipe" not in r.device]
     if not proofs:

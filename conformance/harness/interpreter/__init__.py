@@ -1,8 +1,8 @@
-"""Compute kernels run from their SPIR-V by NumPy, with subgroups of 32 and matrix units as an H100 has them: so kernels
-of such devices are proved where there is none. Slow, in lockstep, and stricter than a driver: what lies outside of a
-buffer, a barrier that not all reach, and shared memory that another subgroup touches without one are errors
-(values.Fault).
+"""Interpreter of SPIR-V compute kernels in NumPy, with the subgroups of 32 and matrix units of an H100. It proves the
+kernels of such devices on machines without one. It runs in lockstep, slowly, and is stricter than a driver: accesses
+out of bounds, divergent barriers, and shared memory races between subgroups are errors (values.Fault).
 
-module.py reads a module, flow.py orders its blocks, values.py and memory.py have what lanes compute and what they read
-and write, matrices.py the elements that each lane holds, operations.py what instructions compute, subgroups.py what
-lanes tell one another, machine.py runs them, device.py is a Vulkan device whose programs do."""
+module.py reads a module, flow.py orders its blocks, values.py and memory.py hold lane values and memory, matrices.py
+the fragment layout, operations.py the arithmetic instructions, subgroups.py the subgroup operations, machine.py runs a
+dispatch, device.py is a Vulkan device that runs programs this way.
+"""

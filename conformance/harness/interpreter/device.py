@@ -1,5 +1,5 @@
-"""A Vulkan device whose programs are run here: memory, copies and plans are a driver's (any: llvmpipe), dispatches
-NumPy's, as on a GPU with subgroups of 32 and matrix units."""
+"""A Vulkan device with interpreted kernels: memory, copies and plans are a driver's (any: llvmpipe), dispatches run in
+NumPy, as on a GPU with subgroups of 32 and matrix units."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hybrid.kernels.vulkan.spirv import ModuleInfo
 from hybrid.kernels.vulkan.timeline import Queue
 
 NAME = "interpreted"
-SHARED, INVOCATIONS, CORES, BUFFERS = 48 << 10, 1024, 132, 1 << 20  # as an H100 says
+SHARED, INVOCATIONS, CORES, BUFFERS = 48 << 10, 1024, 132, 1 << 20  # as an H100 reports
 
 
 def as_gpu(report: Report) -> Report:
-    """What a driver says of its device, with every optional feature and the limits of the GPU that is imitated."""
+    """A driver's device properties, with every optional feature and the limits of the imitated GPU."""
 
     def all_of(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
         return tuple(replace(f, present=f.present or f.name in GIVEN) for f in features)
@@ -78,25 +78,25 @@ GIVEN = {
 
 
 class InterpretedQueue(Queue):
-    """A driver's, which says of its device what the imitated one would."""
+    """A driver's queue that reports the properties of the imitated device."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.report = as_gpu(self.report)
         self.info = replace(self.info, name=f"{NAME} on {self.info.name}", kind="discrete")
         self.subgroup_size, self.max_threads = 32, INVOCATIONS
-        self.timestamp_bits = 0  # what is counted has no time: profiling is refused
+        self.timestamp_bits = 0  # the interpreter has no timestamps: profiling is refused
 
 
 class MappedMemory(Memory):
-    """All of it where NumPy finds it too, on a GPU as well."""
+    """Memory that is always mapped for NumPy, also where a GPU's would not be."""
 
     def _type(self, pool: str) -> int:
         return super()._type("read")
 
 
 class InterpretedKernels(KernelCache):
-    """Modules that are read here, not by the driver."""
+    """Modules read by the interpreter, not by the driver."""
 
     def _open_cache(self) -> Any:
         return None
@@ -123,7 +123,7 @@ class InterpretedKernels(KernelCache):
 
 
 class InterpretedProgram(Program):
-    """Runs when it is submitted."""
+    """A program whose dispatches run on submit."""
 
     def _descriptor_sets(self) -> list[Any]:
         return []
@@ -151,7 +151,7 @@ class InterpretedProgram(Program):
         return self.ticket
 
     def _bytes(self, piece: Slice) -> np.ndarray:
-        """A slice's memory, as much of it as is bound."""
+        """The bound bytes of a slice's memory."""
         base = self._places.get(id(piece.buffer))
         real = piece if base is None else Slice(base.buffer, base.offset + piece.offset, piece.size)
         assert real.buffer.view is not None  # MappedMemory
@@ -159,16 +159,16 @@ class InterpretedProgram(Program):
 
 
 class InterpretedDevice(VulkanDevice):
-    """VulkanDevice, its kernels run by NumPy."""
+    """VulkanDevice with its kernels run by NumPy."""
 
     interpreted = True
     watch: Watch | None = None
-    """Counts what programs execute and touch from now on."""
+    """Counts instructions and accesses of programs from now on."""
     limit: int | None = None
-    """Workgroups of a dispatch that run, to be counted; None: all, as they must for a result."""
+    """Workgroups of a dispatch to run, for counting; None: all, as results need."""
     queue_type, memory_type = InterpretedQueue, MappedMemory
     kernels_type, program_type = InterpretedKernels, InterpretedProgram
 
     def _load_rows(self, name: str, piece: Packed, row: int) -> None:
-        """On the host: the kernels that repack are recorded by themselves."""
+        """Repack on the host: repack kernels are recorded separately."""
         self._put_rows(name, unpacked(piece), row, fresh=True)

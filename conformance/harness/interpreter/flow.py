@@ -1,5 +1,4 @@
-"""The order in which blocks are run: whoever is behind goes first, so lanes that took different ways meet where the
-module says."""
+"""Execution order of blocks: the earliest block runs first, so that diverged lanes meet at the module's merge blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def targets(block: Block) -> list[int]:
 
 
 def cut(blocks: list[Block], of_workgroup: Callable[[int], bool]) -> list[Block]:
-    """Blocks that have a barrier of the workgroup, by its scope, at most as their first instruction."""
+    """Split blocks so that a workgroup barrier is always a block's first instruction."""
     found = []
     for block in blocks:
         parts: list[list] = [[]]
@@ -51,8 +50,8 @@ def cut(blocks: list[Block], of_workgroup: Callable[[int], bool]) -> list[Block]
 
 
 def ordered(blocks: list[Block]) -> list[Block]:
-    """Every header before what it governs, all that before where its ways meet; of a loop the block that continues it
-    last."""
+    """Order blocks: every header before its construct, all of the construct before its merge block, a loop's continue
+    block last."""
     by_label = {b.label: b for b in blocks}
     seen: set[int] = set()
     found: list[Block] = []

@@ -1,4 +1,4 @@
-"""A dispatch run by NumPy: all lanes of all workgroups at once, those first that are behind in the order of blocks."""
+"""A dispatch run by NumPy: all lanes of all workgroups at once, the lanes of the earliest block first."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hybrid.harness.interpreter.values import Fault, NotInterpreted, merged, sig
 from hybrid.harness.interpreter.watch import Watch
 
 NOBODY = object()
-LITERALS = {79, 4450}  # whose third operand on are numbers
-INPUT, WORKGROUP, PRIVATE, FUNCTION, PUSH = 1, 4, 6, 7, 9  # storage classes; all else is a buffer
+LITERALS = {79, 4450}  # whose operands from the third on are literals
+INPUT, WORKGROUP, PRIVATE, FUNCTION, PUSH = 1, 4, 6, 7, 9  # storage classes; all others are buffers
 MOST_LANES = 1 << 14
-"""That run together."""
+"""Lanes that run together."""
 BATCHES = 3
-"""Of workgroups, one after another, at least, where they have atomic operations."""
+"""Minimum number of workgroup batches, run in sequence, for kernels with atomic operations."""
 MOST_BLOCKS = 1 << 20
-"""Of one run: a loop without end is a fault."""
+"""Most blocks of a run: an endless loop is a fault."""
 
 
 def run(
@@ -36,23 +36,23 @@ def run(
     watch: Watch | None = None,
     limit: int | None = None,
 ) -> None:
-    """One dispatch. bindings: the bytes of each buffer, written in place. watch: counts what happens. limit: workgroups
-    that run, the first ones (default: all). Raises Fault."""
+    """Run one dispatch. bindings: the bytes of each buffer, written in place. watch: counts events. limit: run only the
+    first workgroups (default: all). Raises Fault."""
     x, y, z = (int(g) for g in grid)
     count, threads = x * y * z, module.local[0] * module.local[1] * module.local[2]
     count = min(count, limit or count)
     if not count:
         return
     if threads % LANES:
-        raise Fault(f"{name}: a workgroup of {threads} is no whole number of subgroups")
+        raise Fault(f"{name}: a workgroup of {threads} is not a whole number of subgroups")
     most = max(1, MOST_LANES // threads)
     used = {op for block in module.blocks for op, *_ in block.body}
     if ATOMIC_LOAD in used:
-        most = count  # they wait for one another
+        most = count  # workgroups wait for one another
     elif used & ATOMICS.keys():
         most = min(
             most, -(-count // BATCHES)
-        )  # they hand one another something: who comes first must not have what comes later
+        )  # workgroups exchange data: an earlier lane must not see a later lane's writes
     for first in range(0, count, most):
         groups = np.arange(first, min(first + most, count))
         with np.errstate(all="ignore"):
@@ -134,8 +134,8 @@ class Machine(Subgroups):
     def go(self) -> None:
         pending: dict[int, tuple[Any, Any]] = {
             0: (None, 0)
-        }  # block: the lanes (None: all), and the block each came from
-        resting: set[int] = set()  # blocks in which lanes ask whether something was published
+        }  # block: the lanes (None: all), and each lane's previous block
+        resting: set[int] = set()  # blocks in which lanes poll an inter-workgroup flag
         for _ in range(MOST_BLOCKS):
             if not pending:
                 return
@@ -143,7 +143,7 @@ class Machine(Subgroups):
             self.mask, came = self._taken(pending, i)
             block = self.blocks[i]
             if block.polls:
-                resting.add(i)  # whoever publishes comes first
+                resting.add(i)  # publishing lanes run first
             self._phis(block, came)
             for op, t, result, a in block.body:
                 if self.watch is not None:
@@ -164,11 +164,10 @@ class Machine(Subgroups):
                 source[mask] = block.origin
                 whole = mask | other
                 pending[to] = (None if whole.all() else whole, source)
-        raise Fault(f"{self.name}: more than {MOST_BLOCKS} blocks were run: a loop without end")
+        raise Fault(f"{self.name}: more than {MOST_BLOCKS} blocks were run: an endless loop")
 
     def _next(self, pending: dict[int, tuple[Any, Any]], resting: set[int]) -> int:
-        """The first block in which lanes may go on, of those that ask for what others publish only where no other
-        can."""
+        """The first runnable block. Blocks that poll a flag run only where no other block can."""
         able = [i for i in sorted(pending) if not self.blocks[i].waits or self._arrived(pending[i][0]) is not NOBODY]
         awake = [i for i in able if i not in resting]
         if not awake:
@@ -178,14 +177,14 @@ class Machine(Subgroups):
         return (awake or able)[0]
 
     def _arrived(self, mask: Any) -> Any:
-        """The lanes at a barrier whose whole workgroup is there: NOBODY, or a mask (None: all)."""
+        """The lanes at a barrier whose whole workgroup has arrived: NOBODY, or a mask (None: all)."""
         if mask is None:
             return None
         whole = mask.reshape(self.groups, -1).all(-1)
         return np.repeat(whole, self.n // self.groups) if whole.any() else NOBODY
 
     def _taken(self, pending: dict[int, tuple[Any, Any]], i: int) -> tuple[Any, Any]:
-        """Those lanes of a block that go on now; at a barrier, which they pass, others may be left."""
+        """The lanes of a block that run now. At a barrier they pass it, and other lanes may stay."""
         mask, came = pending.pop(i)
         if not self.blocks[i].waits:
             return mask, came
@@ -334,7 +333,7 @@ class Machine(Subgroups):
     # --- workgroups and atomic operations
     # -----------------------------------------------------------------------------------
     def _barrier(self, t: Any, result: int, a: list[int]) -> None:
-        self._whole_subgroups()  # those of workgroups are where blocks are cut
+        self._whole_subgroups()  # workgroup barriers are where blocks are split
 
     def _atomic(self, op: int, t: Any, result: int, a: list[int]) -> None:
         p = self.values[a[0]]

@@ -1,5 +1,5 @@
-"""Which elements of a matrix a lane of 32 holds, as NVIDIA's units have them (probe_lanes.slang asks a device for the
-operands'), and products."""
+"""Matrix fragment layout of 32 lanes on NVIDIA's units (probe_lanes.slang queries a device's operand layout), and
+products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LANES = 32
 
 @cache
 def places(rows: int, columns: int, use: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column, int64 [lanes, elements], of a matrix of this use (0 A, 1 B, 2 the sum)."""
+    """Row and column, int64 [lanes, elements], of a matrix of this use (0 A, 1 B, 2 accumulator)."""
     if rows != 16 or columns not in (8, 16) or (use == 0 and columns != 16):
         raise ValueError(f"no unit multiplies matrices of {rows} x {columns}")
     lane, e = np.arange(LANES)[:, None], np.arange(rows * columns // LANES)[None]
@@ -26,7 +26,7 @@ def places(rows: int, columns: int, use: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _order(rows: int, columns: int, use: int) -> np.ndarray:
-    """Of each element in row-major order, where it is among [lanes * elements]."""
+    """For each element in row-major order, its index in [lanes * elements]."""
     row, column = places(rows, columns, use)
     found = np.empty(rows * columns, np.int64)
     found[(row * columns + column).ravel()] = np.arange(rows * columns)
@@ -34,18 +34,18 @@ def _order(rows: int, columns: int, use: int) -> np.ndarray:
 
 
 def dense(value: np.ndarray, lanes: int, shape: tuple[int, int, int]) -> np.ndarray:
-    """[subgroups, rows, columns] of what lanes hold."""
+    """[subgroups, rows, columns] from the lanes' fragments."""
     whole = np.broadcast_to(value, (lanes, value.shape[1])).reshape(lanes // LANES, -1)
     return whole[:, _order(*shape)].reshape(-1, shape[0], shape[1])
 
 
 def held(value: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
-    """The opposite."""
+    """Fragments of a dense matrix: the inverse of `dense`."""
     row, column = places(*shape)
     return value[:, row, column].reshape(-1, row.shape[1])
 
 
 def product(a: Any, b: Any, c: Any, lanes: int, shapes: tuple[tuple[int, int, int], ...]) -> np.ndarray:
-    """a times b plus c, added up in float32."""
+    """a times b plus c, accumulated in float32."""
     x, y, z = (dense(v, lanes, s).astype(np.float32) for v, s in zip((a, b, c), shapes, strict=True))
     return held((x @ y + z).astype(np.asarray(c).dtype), shapes[2])

@@ -1,4 +1,4 @@
-"""What kernels read and write: bytes (buffers, push constants, shared memory) and variables of their own."""
+"""Memory of kernels: byte ranges (buffers, push constants, shared memory) and private variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybrid.harness.interpreter.values import Fault, NotInterpreted, merged, uni
 
 Seen = Callable[[Any, int, Any, bool], object] | None
 NOBODY, MANY = -1, -2
-CELL = 2  # bytes of shared memory that are watched together
+CELL = 2  # bytes of shared memory tracked together
 
 
 class Bytes:
-    """A range of bytes; `name` is what a fault calls it."""
+    """A byte range; `name` identifies it in faults."""
 
     def __init__(self, data: np.ndarray, name: str, seen: Seen = None) -> None:
-        """seen: told of every access: offset, bytes, mask, whether it writes."""
+        """seen: called for every access with offset, bytes, mask, whether it writes."""
         self.data, self.name, self.seen = data, name, seen
         self.views: dict[Any, np.ndarray] = {}
 
@@ -31,27 +31,27 @@ class Bytes:
         return self.views[dtype]
 
     def at(self, dtype: Any, offset: Any, mask: Any) -> tuple[np.ndarray, Any]:
-        """The view and the elements at these bytes; of inactive lanes element 0."""
+        """The view and the element indices at these bytes; element 0 for inactive lanes."""
         view, size = self.view(dtype), np.dtype(dtype).itemsize
         if mask is not None and np.ndim(offset):
             offset = np.where(mask if np.ndim(offset) == 1 else mask[:, None], offset, 0)
         low, high = (int(offset), int(offset)) if np.ndim(offset) == 0 else (int(offset.min()), int(offset.max()))
         if low < 0 or high + size > len(self.data):
-            raise Fault(f"{self.name} has {len(self.data)} bytes, touched were {low} to {high + size}")
+            raise Fault(f"{self.name} has {len(self.data)} bytes, accessed were {low} to {high + size}")
         index = offset // size
         if (index * size != offset).any() if np.ndim(offset) else index * size != offset:
-            raise Fault(f"{self.name}: {np.dtype(dtype)} at an address that is no multiple of its size")
+            raise Fault(f"{self.name}: {np.dtype(dtype)} at an address that is not a multiple of its size")
         return view, index
 
     def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
-        """An access, of which whoever watches is told."""
+        """Report an access to the watcher."""
         if self.seen is not None:
             self.seen(offset, size, mask, writes)
 
 
 class Shared(Bytes):
-    """Shared memory of all workgroups, one behind the other. A byte that a subgroup writes between two barriers is no
-    other subgroup's to touch, and one that it reads no other's to write."""
+    """Shared memory of all workgroups, concatenated. Between two barriers, no other subgroup may touch a byte that a
+    subgroup writes, or write a byte that it reads."""
 
     def __init__(
         self, nbytes: int, groups: int, subgroup: np.ndarray, group: np.ndarray, name: str, seen: Seen = None
@@ -93,7 +93,7 @@ class Shared(Bytes):
 
 @dataclass(slots=True)
 class Pointer:
-    """To a type: in bytes at an offset (of each lane, or of all), or in a variable by a path of indices."""
+    """A pointer: bytes at an offset (per lane, or uniform), or a variable with a path of indices."""
 
     type: Type
     memory: Bytes | None
@@ -103,7 +103,7 @@ class Pointer:
 
 
 def element(p: Pointer, index: Any) -> Pointer:
-    """What a pointer's array, vector, structure or matrix has at an index."""
+    """Pointer to one element of an array, vector, structure or matrix."""
     t = p.type
     if t.kind == TYPE_STRUCT:
         i = int(index)
@@ -121,7 +121,7 @@ def element(p: Pointer, index: Any) -> Pointer:
 
 
 def load(p: Pointer, t: Type, mask: Any) -> Any:
-    """A value of bytes."""
+    """Load a value from bytes."""
     assert p.memory is not None
     if t.kind == TYPE_STRUCT:
         return [load(element(p, i), m, mask) for i, m in enumerate(t.of)]
@@ -168,7 +168,7 @@ def _write(memory: Bytes, dtype: Any, offset: Any, value: Any, mask: Any, lanes:
 
 
 class Variables:
-    """Those of invocations: a tree of values each."""
+    """Variables of all invocations: one tree of values each."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes, self.held = lanes, dict[int, Any]()
@@ -183,7 +183,7 @@ class Variables:
         if isinstance(value, np.ndarray) and value.ndim == 2:  # a matrix
             i = uniform(index, mask)
             if i is None:
-                raise NotInterpreted("lanes ask for different elements of a matrix")
+                raise NotInterpreted("lanes read different elements of a matrix")
             return value[:, i]
         i = uniform(index, mask)
         if i is not None:

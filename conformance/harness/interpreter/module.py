@@ -41,10 +41,10 @@ class Type:
     offsets: tuple[int, ...] = ()
     storage: int = 0
     shape: tuple[int, int, int] = (0, 0, 0)
-    """Of a matrix: rows, columns, use (0 A, 1 B, 2 the sum)."""
+    """Of a matrix: rows, columns, use (0 A, 1 B, 2 accumulator)."""
 
     def size(self) -> int:
-        """Bytes in memory."""
+        """Size in memory in bytes."""
         if self.kind in (TYPE_INT, TYPE_FLOAT, TYPE_BOOL):
             return 4 if self.kind == TYPE_BOOL else np.dtype(self.dtype).itemsize
         if self.kind == TYPE_VECTOR:
@@ -59,7 +59,7 @@ class Type:
         return self.stride or self.of.size()
 
     def places(self) -> tuple[int, ...]:
-        """Offsets of members: those of the module, else one after the other."""
+        """Member offsets: the module's, else contiguous."""
         if self.offsets:
             return self.offsets
         found, at = [], 0
@@ -78,13 +78,13 @@ class Block:
     """(opcode, type of the result, result, operands)"""
     end: tuple[int, list[int]] = (255, [])
     merge: tuple[int, ...] = ()
-    """Of a header: the block where its ways meet, and of a loop the one that continues it."""
+    """Of a header: its merge block, and of a loop its continue block."""
     origin: int = 0
-    """The block of the module that it is the end of (flow.cut)."""
+    """The module's block that this one is the end of (flow.cut)."""
     waits: bool = False
-    """It begins with a barrier of the workgroup."""
+    """It begins with a workgroup barrier."""
     polls: bool = False
-    """It loads what another workgroup may be about to store."""
+    """It polls a flag that another workgroup may publish."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Module:
 
 
 def read(code: bytes, given: Mapping[int, int]) -> Module:
-    """given: specialisation constants by their id."""
+    """given: specialisation constants by id."""
     words = list(struct.unpack(f"<{len(code) // 4}I", code))
     return _Reader(given).read(words)
 
@@ -230,7 +230,7 @@ class _Reader:
             self.shape(a)
 
     def shape(self, a: list[int]) -> None:
-        """Of a result, after its type."""
+        """Shape of a result of this type."""
         kind = self.m.types[a[0]]
         if kind.kind == TYPE_MATRIX:
             self.m.shapes[a[1]] = kind.shape
@@ -243,7 +243,7 @@ def _number(value: Any, signed: bool) -> int:
 
 
 def zero(kind: Type) -> Any:
-    """A value of zeros."""
+    """A zero value of this type."""
     if kind.kind in (TYPE_BOOL, TYPE_INT, TYPE_FLOAT):
         return kind.dtype(0)
     if kind.kind == TYPE_MATRIX:

@@ -1,4 +1,4 @@
-"""What instructions compute from values alone: opcode -> function of (type of the result, operands)."""
+"""Instructions that compute only from values: opcode -> function of (type of the result, operands)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _signed_result(call: Operation) -> Operation:
 
 
 def _over(a: Any, b: Any) -> Any:
-    """Unsigned division; what a division by zero gives is left open."""
+    """Unsigned division; the result of a division by zero is undefined."""
     return np.where(b == 0, a.dtype.type(0), a // np.where(b == 0, b.dtype.type(1), b))[()]
 
 
@@ -119,7 +119,7 @@ BYTES = Type(TYPE_VECTOR, np.uint8, Type(TYPE_INT, np.uint8), 4)
 
 
 def _dot_bytes(t: Type, a: Any, b: Any, *packed: int) -> Any:
-    """Of four signed bytes each, of a word or as a vector."""
+    """Dot product of four signed bytes each, packed in a word or as a vector."""
     x, y = (v if isinstance(v, list) else bitcast(BYTES, v) for v in (a, b))
     found = sum(signed(p).astype(np.int32) * signed(q).astype(np.int32) for p, q in zip(x, y, strict=True))
     return unsigned(found)
@@ -238,7 +238,7 @@ EXTENDED: dict[int, Operation] = {  # GLSL.std.450
 
 
 def reduced(op: int, x: np.ndarray, active: np.ndarray, dtype: Any) -> np.ndarray:
-    """[subgroups, 1]: of the active lanes of x [subgroups, 32]. op: of GroupNonUniform."""
+    """[subgroups, 1]: reduction over the active lanes of x [subgroups, 32]. op: of GroupNonUniform."""
     floats = np.issubdtype(dtype, np.floating)
     if op in (349, 350):
         return _added(np.where(active, x, dtype(0)))
@@ -257,11 +257,11 @@ def reduced(op: int, x: np.ndarray, active: np.ndarray, dtype: Any) -> np.ndarra
         return np.bitwise_and.reduce(np.where(active, x, ~dtype(0)), -1, keepdims=True)
     if op == 360:
         return np.bitwise_or.reduce(np.where(active, x, dtype(0)), -1, keepdims=True)
-    raise ValueError(f"no reduction is opcode {op}")
+    raise ValueError(f"opcode {op} is not a reduction")
 
 
 def _added(x: np.ndarray) -> np.ndarray:
-    """Pairs, then pairs of these: an order that hardware has."""
+    """Pairwise sum, an order that hardware uses."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]

@@ -1,4 +1,4 @@
-"""What lanes of a subgroup of 32 tell one another."""
+"""Subgroup operations between 32 lanes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid.harness.interpreter.values import Fault, NotInterpreted, spread
 
 
 class Subgroups(ABC):
-    """The instructions of a machine that are about subgroups."""
+    """Subgroup instructions of a machine."""
 
     name: str
     n: int
@@ -22,7 +22,7 @@ class Subgroups(ABC):
 
     @abstractmethod
     def _put(self, result: int, value: Any) -> None:
-        """Note an instruction's result."""
+        """Store an instruction's result."""
 
     def _active(self) -> np.ndarray:
         whole = np.ones(self.n, bool) if self.mask is None else self.mask
@@ -50,7 +50,7 @@ class Subgroups(ABC):
         active = self._active()
         wrong = active & ~np.take_along_axis(active, source % LANES, -1)
         if wrong.any() or (source[active] >= LANES).any():
-            raise Fault(f"{self.name}: a lane takes what an inactive lane has")
+            raise Fault(f"{self.name}: a lane reads an inactive lane's value")
 
         def one(x: Any) -> Any:
             return np.take_along_axis(self._lanes(x), source % LANES, -1).ravel()
@@ -81,7 +81,7 @@ class Subgroups(ABC):
         def one(x: Any) -> Any:
             if how == 0:
                 return np.repeat(reduced(op, self._lanes(x), active, dtype).astype(dtype).ravel(), LANES)
-            own = np.where(active, self._lanes(x), dtype(0))  # a scan, without the lane's own or with it
+            own = np.where(active, self._lanes(x), dtype(0))  # a scan, exclusive or inclusive
             return (np.cumsum(own, -1, dtype=dtype) - (own if how == 2 else dtype(0))).ravel()
 
         self._put(result, [one(x) for x in value] if isinstance(value, list) else one(value))

@@ -1,5 +1,5 @@
-"""Values of lanes: NumPy scalars where all lanes have the same, else arrays [lanes]; vectors, arrays and structures are
-lists of them, matrices arrays [lanes, elements]."""
+"""Values of lanes: NumPy scalars where uniform, else arrays [lanes]; vectors, arrays and structures are lists of them,
+matrices arrays [lanes, elements]."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 
 class Fault(RuntimeError):
-    """What a kernel may not do, with its name and the lane."""
+    """An illegal action of a kernel, with its name and the lane."""
 
 
 class NotInterpreted(RuntimeError):
-    """What the interpreter cannot run: nothing is known of the kernel."""
+    """The interpreter does not support an instruction: the kernel is untested."""
 
 
 def each(call: Callable[..., Any], *values: Any) -> Any:
-    """A function of elements, of vectors element by element."""
+    """Apply a scalar function to vectors element by element."""
     if isinstance(values[0], list):
         return [each(call, *parts) for parts in zip(*values, strict=True)]
     return call(*values)
@@ -42,13 +42,13 @@ def unsigned(x: Any) -> Any:
 
 
 def spread(value: Any, lanes: int) -> np.ndarray:
-    """As an array of all lanes."""
+    """Broadcast to an array of all lanes."""
     found: np.ndarray = np.broadcast_to(value, (lanes,)) if np.ndim(value) == 0 else value
     return found
 
 
 def uniform(value: Any, mask: Any) -> int | None:
-    """The number that all active lanes have; None where they differ."""
+    """The value shared by all active lanes; None where they differ."""
     if np.ndim(value) == 0:
         return int(value)
     held = value if mask is None else value[mask]

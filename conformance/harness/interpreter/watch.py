@@ -1,9 +1,10 @@
-"""What a dispatch executes and touches, counted while it is interpreted: instructions of subgroups by kind, wavefronts
-of shared memory and sectors of buffers, beside the least that the same words would take.
+"""Counters of an interpreted dispatch: instructions per subgroup by kind, wavefronts of shared memory and sectors of
+buffers, beside the minimum for the same words.
 
-As NVIDIA's GPUs have it: shared memory has 32 banks of 4 bytes, and a wavefront takes one word of each (of 8 bytes a
-lane 16 lanes at a time, of 16 bytes eight); memory is read and written by sectors of 32 bytes. Accesses are the
-module's, vectors whole: a compiler may put some together, and leave some out."""
+The model is NVIDIA's: shared memory has 32 banks of 4 bytes, and a wavefront accesses one word of each (of 8 bytes a
+lane 16 lanes at a time, of 16 bytes eight); global memory is accessed in sectors of 32 bytes. Accesses are the
+module's, with whole vectors: a compiler may merge or drop some.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from hybrid.harness.interpreter.module import TYPE_BOOL, TYPE_INT, TYPE_MATRIX, 
 
 BANKS, WORD, SECTOR = 32, 4, 32
 MOVES = {1, 65, 66, 79, 80, 81, 82, 83, 124, 245, 4460}
-"""Opcodes that name what is there already: no instructions."""
-INSIDE = {61, 62}  # loads and stores: counted by what they touch
+"""Opcodes that only rename a value: not counted."""
+INSIDE = {61, 62}  # loads and stores: counted by what they access
 KINDS = {4459: "matrix products", 224: "barriers", 225: "barriers", 4457: "matrix loads", 4458: "matrix stores"}
 
 
 @dataclass(slots=True)
 class Accesses:
-    """Of one kind and width. taken, least: wavefronts or sectors."""
+    """Accesses of one kind and width. taken, least: wavefronts or sectors."""
 
     requests: int = 0
     taken: int = 0
@@ -34,7 +35,7 @@ class Accesses:
 
 @dataclass
 class Watch:
-    """Counts of the kernels that ran, by name."""
+    """Counts by kernel name."""
 
     instructions: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
     shared: dict[str, dict[tuple[str, int], Accesses]] = field(default_factory=lambda: defaultdict(dict))
@@ -42,15 +43,15 @@ class Watch:
     subgroups: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def executed(self, kernel: str, op: int, t: Type | None, mask: Any, lanes: int) -> None:
-        """An instruction, by the subgroups that have a lane in it."""
+        """Count an instruction for each subgroup with an active lane."""
         if op not in MOVES and op not in INSIDE:
             active = lanes // LANES if mask is None else int(mask.reshape(-1, LANES).any(-1).sum())
             self.instructions[kernel][_kind(op, t)] += active * _times(t)
 
     def touched(self, kernel: str, shared: bool, offset: Any, size: int, mask: Any, writes: bool, lanes: int) -> None:
-        """A load or store of `size` bytes by each lane at its offset."""
+        """Count a load or store of `size` bytes by each lane at its offset."""
         places = np.broadcast_to(offset, lanes) if np.ndim(offset) < 2 else None
-        if places is None:  # a matrix, whose lanes' elements are not in one piece
+        if places is None:  # a matrix, whose fragments are not contiguous
             return
         active = np.ones(lanes, bool) if mask is None else mask
         table = self.shared if shared else self.buffers
@@ -60,7 +61,7 @@ class Watch:
         found.requests += len(rows)
         rows = np.where(
             on, rows, np.take_along_axis(rows, on.argmax(-1)[:, None], -1)
-        )  # others take what an active one does
+        )  # inactive lanes copy an active lane's offset
         if shared:
             taken, least = wavefronts(rows, size)
         else:
@@ -70,18 +71,18 @@ class Watch:
 
 
 def _words(rows: np.ndarray, size: int) -> np.ndarray:
-    """Numbers of the words that lanes touch, int64 [..., lanes * words], sorted."""
+    """Sorted indices of the accessed words, int64 [..., lanes * words]."""
     words = rows[..., None] // WORD + np.arange(-(-size // WORD))
     return np.sort(words.reshape(*rows.shape[:-1], -1), axis=-1)
 
 
 def _first(words: np.ndarray) -> np.ndarray:
-    """Which of sorted numbers are the first of their value."""
+    """Mask of first occurrences in sorted numbers."""
     return np.concatenate([np.ones((*words.shape[:-1], 1), bool), words[..., 1:] != words[..., :-1]], -1)
 
 
 def wavefronts(rows: np.ndarray, size: int) -> tuple[int, int]:
-    """Of requests, byte offsets int64 [requests, 32], and the least for as many words."""
+    """Wavefronts of requests, byte offsets int64 [requests, 32], and the minimum for as many words."""
     together = LANES if size <= WORD else LANES // 2 if size <= 2 * WORD else LANES // 4
     words = _words(rows.reshape(-1, together), size)
     first = _first(words)
@@ -114,7 +115,7 @@ def _kind(op: int, t: Type | None) -> str:
 
 
 def _times(t: Type | None) -> int:
-    """Instructions for a result: two halves are one."""
+    """Instructions per result: two halves count as one."""
     if t is None or t.kind != TYPE_VECTOR:
         return 1
     return -(-t.n // 2) if t.dtype == np.float16 else t.n

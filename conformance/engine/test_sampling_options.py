@@ -1,6 +1,5 @@
-"""Penalties, biases, constraints and log-probabilities through the public interface: each choice is the best one of the
-model's own logits, adjusted by the formulas written out here, and requests that ask for nothing get what they got
-before."""
+"""Penalties, biases, constraints and log-probabilities through the public interface. Each sampled token is the best of
+the model's own logits, adjusted by the formulas written here. Requests without options are unaffected."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from hybrid.core.tensor import Tensor
 from hybrid.engine.sampling import DRAFT_MASKS, Allowed, Sampling, SamplingState, ids_of, mask_of
 from hybrid.model import Model
 
-PATIENCE = 60.0  # seconds; nothing here takes one
-PROMPT = [2, 282, 8, 9, 9, 282, 12, 13, 14, 7]  # with the token that this model likes best
+PATIENCE = 60.0  # test timeouts in seconds; no test takes one
+PROMPT = [2, 282, 8, 9, 9, 282, 12, 13, 14, 7]  # with the token that this model prefers
 BIASES = {282: -50, 20: 0.5}
 STRONG: dict[str, Any] = {
     "repetition_penalty": 1.8,
@@ -45,7 +44,7 @@ def run(model: Model, ids: Sequence[int], count: int, **options: Any) -> list[in
 def judge(
     model: Model, prompt: Sequence[int], said: Sequence[int], s: Sampling, allowed: Sequence[set[int] | None] = ()
 ) -> None:
-    """Every greedy choice of `said` is the best of the adjusted logits, or as good as."""
+    """Check that every greedy token of `said` is the best of the adjusted logits, up to a near tie."""
     rows = model.logits([*prompt, *said])[len(prompt) - 1 : -1].astype(np.float64)
     for i, (z, token) in enumerate(zip(rows, said, strict=True)):
         for seen in {*prompt, *said[:i]}:
@@ -63,19 +62,18 @@ def judge(
 
 
 @pytest.mark.parametrize("options", [{k: v} for k, v in STRONG.items()] + [STRONG], ids=lambda o: ",".join(o))
-def test_choices_are_the_best_of_the_adjusted_logits(model: Model, options: dict[str, Any]) -> None:
+def test_greedy_tokens_are_the_best_of_the_adjusted_logits(model: Model, options: dict[str, Any]) -> None:
     said = run(model, PROMPT, 16, **options)
     judge(model, PROMPT, said, Sampling(**options))
     assert said != run(model, PROMPT, 16), "the options change nothing here: choose stronger ones"
 
 
 def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> None:
-    """The second turn's prompt holds the first turn's tokens, most of which the cache holds too; they are no generated
-    ones."""
+    """The second turn's prompt holds the first turn's tokens, most of them also cached. They do not count as generated."""
     "".join(model.generate(PROMPT, max_tokens=12, ignore_eos=True, **STRONG))
     assert model.stats is not None and list(model.stats.ids) == run(model, PROMPT, 12, **STRONG)
     first, s = list(model.stats.ids), Sampling(**STRONG)
-    "".join(model.generate(PROMPT, max_tokens=40, ignore_eos=True))  # without penalties: nothing is noted
+    "".join(model.generate(PROMPT, max_tokens=40, ignore_eos=True))  # without penalties: no tokens are counted
     second = [*PROMPT, *model.stats.ids, 30]
     "".join(model.generate(second, max_tokens=12, ignore_eos=True, **STRONG))
     assert model.stats.cached_tokens > len(PROMPT)
@@ -84,7 +82,7 @@ def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> 
 
 
 def test_tokens_that_the_cache_holds_count_too(model: Model) -> None:
-    """A prompt that was run before is not run again, and its tokens are penalised as if it had been."""
+    """Cached tokens of a prompt are not run again, and are penalised all the same."""
     prompt = [2, *(20 + i % 30 for i in range(40)), 282, 282, 9]
     first, again = (model.submit(prompt, max_tokens=12, ignore_eos=True, **STRONG).result(PATIENCE) for _ in range(2))
     assert again.usage.cached_tokens > 0 == first.usage.cached_tokens
@@ -92,7 +90,7 @@ def test_tokens_that_the_cache_holds_count_too(model: Model) -> None:
         judge(model, prompt, list(found.ids), Sampling(**STRONG))
 
 
-def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
+def test_requests_without_options_are_unaffected(model: Model) -> None:
     plain = [run(model, [2, i, 5], 10, temperature=t, seed=3) for i in (4, 6) for t in (0.0, 0.9)]
     some = Allowed(range(200), model.hparams.vocab)
     beside = model.submit(PROMPT, max_tokens=40, ignore_eos=True, logprobs=2, constraint=some, **STRONG)
@@ -100,7 +98,7 @@ def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
     assert set(beside.result(PATIENCE).ids) <= set(range(200))
 
 
-def test_neutral_options_choose_the_same_plan(model: Model) -> None:
+def test_neutral_options_use_the_same_plan(model: Model) -> None:
     before = dict(model.engine.runner._programs)
     model.submit(PROMPT, max_tokens=3, repetition_penalty=1, presence_penalty=0.0, logit_bias={}, logprobs=0).result(
         PATIENCE
@@ -136,32 +134,32 @@ def test_events_bring_the_log_probabilities_of_their_tokens(model: Model) -> Non
 
 
 class Steps:
-    """Allows the next set of a list after each token; what it was told is kept."""
+    """Allows the next set of a list after each token; records the accepted tokens."""
 
     def __init__(self, steps: Sequence[set[int] | None], vocab: int) -> None:
-        self.steps, self.vocab, self.told = list(steps), vocab, list[int]()
+        self.steps, self.vocab, self.accepted = list(steps), vocab, list[int]()
 
     def mask(self) -> np.ndarray | None:
-        of = self.steps[len(self.told)]
+        of = self.steps[len(self.accepted)]
         return None if of is None else mask_of(of, self.vocab)
 
     def accept(self, token: int) -> None:
-        self.told.append(token)
+        self.accepted.append(token)
 
     def copy(self) -> Steps:
         other = Steps(self.steps, self.vocab)
-        other.told = list(self.told)
+        other.accepted = list(self.accepted)
         return other
 
 
-def test_a_constraint_says_before_each_token_what_may_come(model: Model) -> None:
+def test_a_constraint_masks_every_token(model: Model) -> None:
     steps: list[set[int] | None] = [{3, 5, 90}, {8}, None, set(range(40, 50)), {11, 12}, None]
     constraints = [Steps(steps[i:] + steps[:i], model.hparams.vocab) for i in range(4)]  # more than there are slots
     handles = [model.submit(PROMPT, max_tokens=6, ignore_eos=True, constraint=c) for c in constraints]
     for handle, constraint in zip(handles, constraints, strict=True):
         said = list(handle.result(PATIENCE).ids)
         judge(model, PROMPT, said, Sampling(), constraint.steps)
-        assert constraint.told == said[:-1]
+        assert constraint.accepted == said[:-1]
 
 
 class Failing(Steps):
@@ -185,7 +183,7 @@ def test_a_constraint_that_fails_ends_its_own_request_alone(model: Model) -> Non
 
 
 class Written:
-    """A device of which only the masks are looked at."""
+    """A device that records only the masks."""
 
     def __init__(self) -> None:
         self.masks: dict[int, np.ndarray] = {}
@@ -196,15 +194,15 @@ class Written:
 
 
 class OneAfterTheOther(Steps):
-    """Says what it was told wrongly; and that there is nothing more at the end."""
+    """Records wrongly accepted tokens; allows no token at the end."""
 
     def accept(self, token: int) -> None:
-        if (of := self.steps[len(self.told)]) is not None and token not in of:
+        if (of := self.steps[len(self.accepted)]) is not None and token not in of:
             raise LookupError(f"{token} is not allowed")
         super().accept(token)
 
 
-def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) -> None:
+def test_draft_rows_have_the_masks_of_their_drafts(model: Model) -> None:
     device, target = Written(), model.engine.target
     state, vocab, slots = SamplingState(device, target), target.hparams.vocab, target.cache.slots  # type: ignore[arg-type]
     steps: list[set[int] | None] = [{3, 5}, None, {8}, {8}, {9}]
@@ -218,12 +216,12 @@ def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) ->
     assert rows[0] == 0 and rows[1] == -1 and rows[2] >= slots and rows[3:] == [1, -1, -1]
     assert [ids_of(device.masks[rows[i]]).tolist() for i in (0, 2, 3)] == [[3, 5], [8], [3, 5]]
     state.accept(0, 5)
-    state.accept(0, 70)  # both guesses came
-    assert state.allowed(0, [8, 8, 9, 9]) == (8, 8)  # after the last step there is nothing: that row could not choose
+    state.accept(0, 70)  # both drafts were accepted
+    assert state.allowed(0, [8, 8, 9, 9]) == (8, 8)  # no step is left: that row could not sample
     assert ids_of(device.masks[state.mask_rows([0, 0, 0]).tolist()[0]]).tolist() == [8]
 
 
-def test_rows_for_guesses_come_back_and_run_out(model: Model) -> None:
+def test_rows_for_drafts_are_returned_and_bounded(model: Model) -> None:
     target = model.engine.target
     state = SamplingState(Written(), target)  # type: ignore[arg-type]
     for slot in range(2):
@@ -248,7 +246,7 @@ def test_rows_for_guesses_come_back_and_run_out(model: Model) -> None:
         ({"constraint": lambda: None}, r"constraint must have mask\(\), accept\(token\) and copy\(\)"),
     ],
 )
-def test_what_cannot_be_is_said_at_submit(model: Model, options: dict[str, Any], message: str) -> None:
+def test_impossible_requests_are_refused_at_submit(model: Model, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.submit(PROMPT, **options)
     if options.keys() & {"constraint", "logprobs"}:

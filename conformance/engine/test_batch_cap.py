@@ -1,4 +1,4 @@
-"""Sequences that sit out in turn, where passes cost in steps (scheduler.BatchCap)."""
+"""Sequences sit out steps where pass time grows in jumps (scheduler.BatchCap)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ H100 = {
     96: 26.2e-3,
     128: 29.3e-3,
 }
-"""Seconds of a 27B pass by the rows that its plan is for."""
+"""Seconds of a 27B pass by its plan's rows."""
 SIZES = tuple(H100)
 
 
@@ -40,20 +40,20 @@ def by_plan(rows: int) -> float:
     return H100[next(size for size in SIZES if rows <= size)]
 
 
-def next_rows(turns: BatchCap, n: int) -> int:
-    fewer = turns.fewer(n)
-    return fewer if fewer and turns.pays(n) else n
+def next_rows(cap: BatchCap, n: int) -> int:
+    fewer = cap.fewer(n)
+    return fewer if fewer and cap.pays(n) else n
 
 
 def rate(
     n: int, cost: Callable[[int], float] = by_plan, passes: int = 2000, slots: int = 128
 ) -> tuple[float, list[int]]:
     """Tokens a second of n sequences, and the rows of each pass."""
-    turns, seconds, rows = BatchCap(buckets(slots, SIZES), SIZES), 0.0, list[int]()
+    cap, seconds, rows = BatchCap(buckets(slots, SIZES), SIZES), 0.0, list[int]()
     for i in range(passes):
-        rows.append(next_rows(turns, n))
+        rows.append(next_rows(cap, n))
         seconds += (took := cost(rows[-1]))
-        turns.took(rows[-1], 20 * took if i % 50 == 7 else took)  # now and then the host was busy elsewhere
+        cap.took(rows[-1], 20 * took if i % 50 == 7 else took)  # sometimes the host was busy elsewhere
     return sum(rows) / seconds, rows
 
 
@@ -65,25 +65,25 @@ def test_more_sequences_never_decode_fewer_tokens() -> None:
 
 
 @pytest.mark.parametrize("slots", [33, 41, 65])
-def test_the_most_that_run_at_a_time_may_be_one_too_many(slots: int) -> None:
-    """Plans are made for so many rows, too, and cost what the next larger number does."""
+def test_a_slot_count_just_above_a_size_is_capped(slots: int) -> None:
+    """Plans exist for so many rows, too, and cost as much as the next larger size."""
     assert rate(slots, slots=slots)[0] > 0.98 * rate(slots)[0] > 1.04 * slots / by_plan(slots)
 
 
 @pytest.mark.parametrize("n", [3, 8, 9, 31, 32, 40, 47, 128])
-def test_all_run_in_every_pass_where_that_gives_most(n: int) -> None:
+def test_all_sequences_run_where_that_is_fastest(n: int) -> None:
     assert rate(n)[1].count(n) >= 2000 - 4 * TRY, "tries become rarer"
 
 
-def test_a_way_is_tried_again_as_times_change() -> None:
-    """Attention of long sequences costs by their number, so that turns no longer pay."""
-    turns, rows = BatchCap(SIZES, SIZES), list[int]()
+def test_a_cap_is_tried_again_as_times_change() -> None:
+    """Attention of long sequences costs by their number, so that a lower cap no longer pays."""
+    cap, rows = BatchCap(SIZES, SIZES), list[int]()
     for i in range(RARELY):
-        rows.append(next_rows(turns, 33))
-        turns.took(rows[-1], by_plan(rows[-1]) + (4e-3 * rows[-1] if OFTEN < i <= RARELY // 2 else 0.0))
+        rows.append(next_rows(cap, 33))
+        cap.took(rows[-1], by_plan(rows[-1]) + (4e-3 * rows[-1] if OFTEN < i <= RARELY // 2 else 0.0))
     long = rows[2 * OFTEN : RARELY // 2]
     assert set(rows[SOON + TRY + 3 : SOON + OFTEN // 2]) == {32} and long.count(33) > 0.98 * len(long)
-    assert rows[RARELY // 2 + 3 * SOON :][:OFTEN].count(32) >= OFTEN - TRY, "soon: what passes take has changed"
+    assert rows[RARELY // 2 + 3 * SOON :][:OFTEN].count(32) >= OFTEN - TRY, "soon: pass times have changed"
 
 
 def test_tries_that_change_nothing_become_rare() -> None:
@@ -93,9 +93,9 @@ def test_tries_that_change_nothing_become_rare() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 8, 129])
-def test_there_is_no_other_way(n: int) -> None:
-    turns = BatchCap(SIZES, SIZES)
-    assert {next_rows(turns, n) for _ in range(200)} == {n}
+def test_a_single_size_has_no_cap(n: int) -> None:
+    cap = BatchCap(SIZES, SIZES)
+    assert {next_rows(cap, n) for _ in range(200)} == {n}
 
 
 # --- in a scheduler --------------------------------------------------------------------------------------------------
@@ -109,24 +109,26 @@ class Three(BatchCap):
         return True
 
 
-def loop(turns: BatchCap, slots: int = 5) -> Loop:
-    return Loop([Group("global", 80), Group("local", 80, 9)], 4, Limits(slots, 60, 40), cap=turns)
+def loop(cap: BatchCap, slots: int = 5) -> Loop:
+    return Loop([Group("global", 80), Group("local", 80, 9)], 4, Limits(slots, 60, 40), cap=cap)
 
 
-def test_everyone_has_its_turn_and_its_own_text() -> None:
+def test_every_sequence_runs_and_gets_its_own_text() -> None:
     made = loop(Three((1,), ()))
     streams = [made.add(range(3, 3 + n), 24) for n in (4, 5, 6, 7, 8)]
     while any(s.rest > 1 or s.slot is None for s in streams):
         made.step()
     passes = made.steps(18)
     rows = Counter(run.seq for done in passes for run in done.runs)
-    assert all(len(done.runs) == 3 for done in passes) and rows[streams[0]] == 18, "the first in order always goes on"
+    assert all(len(done.runs) == 3 for done in passes) and rows[streams[0]] == 18, (
+        "the first in order runs in every pass"
+    )
     assert max(rows[s] for s in streams[1:]) - min(rows[s] for s in streams[1:]) <= 1
     made.drain()
     assert made.right(*streams)
 
 
-def test_who_comes_first_by_priority_waits_for_nobody() -> None:
+def test_the_first_by_priority_never_sits_out() -> None:
     made = loop(Three((1,), ()))
     first = made.add([1, 2], 20, priority=1)
     others = [made.add([n, 3], 30) for n in range(4)]
@@ -141,7 +143,7 @@ def test_who_comes_first_by_priority_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("low", [1, 2, 3])
-def test_nobody_rests_more_than_every_second_pass(low: int) -> None:
+def test_no_sequence_sits_out_more_than_every_second_pass(low: int) -> None:
     """However many of a higher priority there are."""
     made = loop(Three((1,), ()))
     streams = [made.add([n], 30, priority=int(n >= low)) for n in range(5)]
@@ -154,20 +156,20 @@ def test_nobody_rests_more_than_every_second_pass(low: int) -> None:
     assert made.right(*streams)
 
 
-def test_tries_are_for_passes_in_which_somebody_may_rest() -> None:
-    made = loop(turns := BatchCap((1, 4, 5), (1, 4)))
+def test_trials_are_for_passes_in_which_a_sequence_may_sit_out() -> None:
+    made = loop(cap := BatchCap((1, 4, 5), (1, 4)))
     for n in range(5):
         made.add([n], 40, ahead=n != 2)
     made.steps(30)
-    assert turns._pairs[2].left == SOON
+    assert cap._pairs[2].left == SOON
 
 
-def test_nobody_rests_while_a_prompt_runs_or_waits_or_the_host_chooses() -> None:
+def test_no_sequence_sits_out_beside_prompts_or_host_sampling() -> None:
     made = loop(Three((1,), ()))
     some = [made.add([n], 40) for n in range(5)]
     made.steps(3)
     waiting = made.add([5, 6], 20)
-    assert all(len(done.runs) == 5 for done in made.steps(5)), "somebody waits"
+    assert all(len(done.runs) == 5 for done in made.steps(5)), "a request waits"
     made.scheduler.cancel(waiting)
     assert {len(done.runs) for done in made.steps(4)} == {3}
     some[1].ahead = some[1].steady = False
@@ -177,7 +179,7 @@ def test_nobody_rests_while_a_prompt_runs_or_waits_or_the_host_chooses() -> None
     assert made.right(*some)
 
 
-def test_uneven_turns_give_the_same_texts() -> None:
+def test_a_varying_batch_cap_gives_the_same_texts() -> None:
     made = loop(Uneven())
     streams = [made.add(range(n + 1), 7 * n + 3) for n in range(5)]
     made.drain()
@@ -186,10 +188,10 @@ def test_uneven_turns_give_the_same_texts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
-def test_a_device_goes_on_with_those_that_have_rested(backend: str) -> None:
+def test_sequences_that_sat_out_continue_on_a_device(backend: str) -> None:
     prompts = ["def read_file(path):", "class Stack:", "import os", "return", "def __init__(self"]
     with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model(backend), ctx=64, slots=5, precision="exact") as model:
         alone = ["".join(model.generate(prompt, max_tokens=16)) for prompt in prompts]
-        model.engine.scheduler.cap = turns = Uneven()
+        model.engine.scheduler.cap = cap = Uneven()
         assert model.generate_batch(prompts, max_tokens=16) == alone
-        assert turns.rested > 2, "passes in which somebody has rested"
+        assert cap.rested > 2, "passes with sequences that sat out"

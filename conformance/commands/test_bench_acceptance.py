@@ -1,5 +1,4 @@
-"""python -m hybrid.bench --acceptance: guesses of a set rightness, counted, with a draft whose passes are run and
-without."""
+"""python -m hybrid.bench --acceptance: drafts of a set acceptance, counted, with and without running a draft's passes."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.slow
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu", "-n", "13", "-r", "1"]
 
 
-def test_guesses_of_a_set_rightness_are_counted(capsys):
+def test_drafts_of_a_set_acceptance_are_counted(capsys):
     assert bench.main([*SMALL, "--acceptance", "1,0,0.5", "--speculate", "3", "--json"]) == 0
     said = capsys.readouterr()
     right, wrong, half = json.loads(said.out)["guessed"]
@@ -37,8 +36,8 @@ def test_guesses_of_a_set_rightness_are_counted(capsys):
     )
 
 
-def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(monkeypatch, capsys):
-    """And its head has the type that is asked for, the model's its own."""
+def test_a_draft_models_passes_run_and_its_drafts_are_replaced(monkeypatch, capsys):
+    """The draft's head has the requested type, the model's its own."""
     made, heads = random.random_checkpoint, list[str]()
 
     def noted(name, kind, head, *rest):
@@ -64,7 +63,7 @@ def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(monkeypatch, capsy
     said = capsys.readouterr().out.splitlines()
     assert "drafts of draft random/gemma3-270m on cpu with set acceptance rates" in said[1] and "tokens/pass" in said[3]
     assert sorted(heads) == ["q4_0", "q8_0"]
-    assert "100 %" in said[5] and float(said[5].split()[10]) > 0, "drafting has taken time"
+    assert "100 %" in said[5] and float(said[5].split()[10]) > 0, "drafting took time"
 
 
 @pytest.mark.parametrize("options", [["--acceptance", "1,0", "--speculate", "3"], ["-p", "0"]])

@@ -1,4 +1,4 @@
-"""What fits in a given memory: blocks of the cache follow from it, and what does not fit is refused with numbers."""
+"""Memory budgets: the number of cache blocks is derived, and a model that does not fit is refused with numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_blocks_take_what_is_left() -> None:
     assert "2.5 sequences of 320 tokens" in budget_for(FIXED + int(2.5 * ONE), HELD, CACHE).line()
 
 
-def test_what_does_not_fit_is_refused_with_what_would() -> None:
+def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(OverBudget, match=r"one sequence of 320 tokens 1.17 KiB.*ctx=288 would fit, or give it more"):
         budget_for(FIXED + ONE - 1, HELD, CACHE)
     with pytest.raises(OverBudget, match="use a smaller weight type"):
@@ -73,12 +73,12 @@ def test_a_model_loads_into_its_memory(tmp_path: Path) -> None:
 
 
 CAP = 512 << 20
-"""The most that a driver with little room gives at a time."""
+"""Largest allocation of a driver with little memory."""
 
 
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gemma3n-e2b"])
 def test_no_tensor_of_a_model_with_a_large_table_needs_more_at_a_time(name: str) -> None:
-    """Every part of every chunk of every tensor, what activations share and what kernels take, of each pass."""
+    """Checks every part of every chunk of every tensor, shared activations and kernel scratch, of each pass."""
     hp, device, plans, chunks = find_model(name).hparams(), dry.DryDevice(max_range=CAP), list[Plan](), {}
     types, shapes = random_types(hp, "q4_0"), tensors(hp)
     infos = {n: WeightInfo(types[n], shape) for n, shape in shapes.items()}
@@ -95,10 +95,9 @@ def test_no_tensor_of_a_model_with_a_large_table_needs_more_at_a_time(name: str)
 
 @pytest.mark.skipif(not LONG, reason="a gigabyte of weights; the long profile does, the short one plans them")
 def test_a_model_with_a_large_table_runs_where_one_allocation_is_half_a_gigabyte() -> None:
-    """Eight layers of E2B with every row of both tables: what comes of rows of each chunk is what the cpu makes of
-    them."""
+    """Eight layers of E2B with every row of both tables: rows of each chunk equal those on cpu."""
     device = cast(VulkanDevice, open_backend("vulkan", max_range=CAP))
-    device.memory_pool.limits = replace(device.memory_pool.limits, max_allocation=CAP)  # more is refused
+    device.memory_pool.limits = replace(device.memory_pool.limits, max_allocation=CAP)  # larger allocations are refused
     prompt = [2, 262143, 131071, 131072, 5]
     with hybrid.load(
         random_checkpoint("gemma4-e2b", "q4_0", layers=8), Opened(device, device), ctx=64, chunk=8, precision="exact"
