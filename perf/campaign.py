@@ -1,5 +1,4 @@
-"""Everything that a device's record is made of, in one go: the proof of its kernels, then benches, profiles and
-ablation.
+"""Make a device's whole record: the proof of its kernels, then benches, profiles and ablation.
 
     python -m perf.campaign --device vulkan                  # build/campaign/*.json, and what to keep them with
     python -m perf.campaign --only proof '1b-*'              # a small device

@@ -32,7 +32,7 @@ SYSTEM_ICDS = ("/usr/share/vulkan/icd.d/radeon_icd.x86_64.json", "/usr/share/vul
 
 @dataclass(frozen=True, slots=True)
 class Mesa:
-    """A RADV that can be started: its ICD file and what comes before `python`."""
+    """A usable RADV: its ICD file and the command prefix before `python`."""
 
     name: str
     icd: Path
@@ -41,7 +41,7 @@ class Mesa:
     """Names of the Radeon 780M to try, in this order."""
 
     def table(self, share: int = 1, tables: Path = Path()) -> dict[str, Any]:
-        """hybrid.perf.isa.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
+        """hybrid.perf.isa.radv's table from a process on this Mesa. RuntimeError with the driver's message."""
         said = ""
         for family in self.families:
             done = self._start(family, str(share), str(tables))
@@ -86,7 +86,7 @@ def version_of(driver: str) -> str:
 
 
 def fetch(folder: Path = TRIXIE) -> int:
-    """Download Debian 13's packages with apt's own resolver and unpack them. RuntimeError with what apt said."""
+    """Download Debian 13's packages with apt's own resolver and unpack them. RuntimeError with apt's message."""
     apt = folder.with_name(folder.name + "-apt")
     for part in ("state/lists/partial", "cache/archives/partial"):
         (apt / part).mkdir(parents=True, exist_ok=True)

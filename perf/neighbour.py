@@ -1,9 +1,9 @@
-"""A program that keeps a device busy until its time is up: what an engine on the same device has to get along with.
+"""A program that keeps a device busy for a given time, to test an engine on the same device.
 
     python -m perf.neighbour --device gpu --kind matrix --seconds 60
     python -m perf.neighbour --kind engine --random gemma3-4b
 
-copy and matrix submit the bench's probe kernels again and again, two submits in flight, so that the device never idles;
+copy and matrix submit the bench's probe kernels repeatedly, two submits in flight, so that the device never idles;
 engine generates text with a model. `busy` is printed once the first work is done, and at the end what was done.
 perf.neighbours starts, stops and kills these beside a generation whose text must not change.
 """

@@ -4,7 +4,7 @@
     python -m perf.neighbours models/demo-gemma3-q8_0.gguf --device vulkan --tokens 40 --prompt 8 --beside copy --kills
     2
 
-Neighbours are processes of their own (perf.neighbour). Tokens are drawn at temperature 1 from one seed: one wrong
+Neighbours are separate processes (perf.neighbour). Tokens are drawn at temperature 1 from one seed: one wrong
 number changes all that follows. The run alone is made twice, since a comparison with what does not repeat would mean
 nothing. With --kills, neighbours start and are killed with SIGKILL while one generation runs; it is slowed where it
 would end first.
@@ -45,7 +45,7 @@ STOP_S = 20.0  # for a neighbour that was asked to end
 
 
 class NeighbourFailed(RuntimeError):
-    """A neighbour did not do what it was started for: nothing has been shown."""
+    """A neighbour did not do its work: the run proves nothing."""
 
 
 class Neighbour:
@@ -75,7 +75,7 @@ class Neighbour:
         self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> str:
-        """End it; what it did. NeighbourFailed where it had ended before."""
+        """End the neighbour and return its report. NeighbourFailed where it had already ended."""
         early = self._process.poll() is not None
         try:
             said = self._process.communicate(timeout=STOP_S)[0].decode().strip()  # closes its standard input
@@ -118,9 +118,9 @@ class Trial:
     """From the first token to the last."""
     first_difference: int | None
     faults: tuple[str, ...]
-    """What the engine reported during it."""
+    """The engine's reports during the run."""
     neighbours: tuple[str, ...]
-    """What they did, in their words."""
+    """The neighbours' reports."""
     kills: int
 
     @property

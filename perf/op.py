@@ -1,4 +1,4 @@
-"""Time one operation on the workloads that its spec names, and show each against the device's roofline.
+"""Time one operation on its spec's workloads, and compare each with the device's roofline.
 
     python -m perf.op linear --device vulkan --workload gemma3-27b
 
@@ -41,7 +41,7 @@ WARM_UP = 1.0  # seconds: a GPU that has idled while values were made takes a wh
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One workload on one device: seconds per call, the spec's bytes and operations, and what bounds it."""
+    """One workload on one device: seconds per call, the spec's bytes and operations, and its bound."""
 
     op: str
     workload: str

@@ -1,4 +1,4 @@
-"""What copying and multiplying reach on a device, by every variant of the probe kernels.
+"""Peak copy bandwidth and matrix throughput of a device, over all variants of the probe kernels.
 
     python -m perf.probe --device vulkan
 

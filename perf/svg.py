@@ -28,7 +28,7 @@ _PLACES += [(dx * r, dy * r + 4, a) for r in (16.0, 26.0, 38.0, 52.0, 70.0, 90.0
 
 
 def box_of(x: float, y: float, text: str, anchor: str) -> Box:
-    """Room that a text of 11 points may take."""
+    """Width limit of a text of 11 points."""
     width = LETTER * len(text)
     left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
     return left, y - 9, left + width, y + 3

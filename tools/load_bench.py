@@ -1,4 +1,4 @@
-"""python -m tools.load_bench FILE [--device vulkan]: what loading a model costs, up to its first token.
+"""python -m tools.load_bench FILE [--device vulkan]: the cost of loading a model, up to its first token.
 
 Runs load, first token and a few tokens more in a fresh process, twice (--runs): the first may find neither the file in
 the page cache nor compiled pipelines, the last finds both. Prints one JSON object: seconds by phase, GB/s, peak host

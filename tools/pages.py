@@ -1,4 +1,4 @@
-"""Keeps the committed pages true: renews their generated parts and checks what they name.
+"""Keep the committed pages current: renew their generated parts and check their paths, links and speeds.
 
     python tools/pages.py            # renew what is generated
     python tools/pages.py --check    # write nothing; 1 for a stale part, a dead path or link, a speed without a source

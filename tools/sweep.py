@@ -1,4 +1,4 @@
-"""One sweep of a mutation tool over hybrid/: which single changes of host code no test notices.
+"""One sweep of a mutation tool over hybrid/: which single changes of host code no test detects.
 
     pip install cosmic-ray coverage
     python -m tools.sweep measure TESTS...     which test runs which line (once; a plain run of the tests, about twice

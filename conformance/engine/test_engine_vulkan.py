@@ -106,7 +106,7 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
 def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
     """Includes the last layer, whose sum feeds the logits; inter-workgroup flags are zero again."""
     checkpoint, texts, dispatches = open_checkpoint(write_hf(tmp_path, HPARAMS, dtype="f32")), [], []
-    for layer in (False, True):  # kernels of test_mailbox.py: the driver takes seconds to compile them
+    for layer in (False, True):  # kernels of test_workgroup_flags.py: the driver takes seconds to compile them
         with tuned(device, 1, layer):
             made = engine(device, checkpoint)
             handle = ask(made, IDS[:9], MANY + 3)

@@ -1,7 +1,7 @@
 """Aborted steps (hybrid.engine.runner.AbortedStep): whenever a wait times out, and whatever the engine runs next, every
 request gets the same tokens as without the timeout, and the abort is reported once.
 
-Here the host sets the word that a kernel sets on a timeout; test_mailbox.py has kernels that do so.
+Here the host sets the word that a kernel sets on a timeout; test_workgroup_flags.py has kernels that do so.
 """
 
 from __future__ import annotations

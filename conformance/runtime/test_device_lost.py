@@ -148,7 +148,7 @@ def test_a_kernel_that_does_not_end_times_out_and_another_device_opens(
     assert time.monotonic() - begin < waited + 5
     assert spinning.queue.reached() < spinning.ticket, "the kernel has ended: this test proves nothing"
     (record,) = caplog.records
-    assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.INFO, (
+    assert "was closed while its work was still running" in record.message and record.levelno == logging.INFO, (
         "said twice"
     )
     toys_work()
@@ -163,7 +163,7 @@ def test_closing_while_a_kernel_does_not_end_does_not_hang(
     spinning.device.close()
     assert time.monotonic() - begin < 10 and spinning.queue.reached() < spinning.ticket
     (record,) = caplog.records  # no error has reported it
-    assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.WARNING
+    assert "was closed while its work was still running" in record.message and record.levelno == logging.WARNING
     toys_work()
 
 
@@ -280,7 +280,7 @@ def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
             list(model.generate("def f(", 8))
         if answer == "VK_ERROR_DEVICE_LOST":  # the real work must have ended when the device is freed
             monkeypatch.undo()
-    assert ("work that does not end" in caplog.text) == (answer == "VK_TIMEOUT")
+    assert ("its work was still running" in caplog.text) == (answer == "VK_TIMEOUT")
     monkeypatch.undo()
     with hybrid.load(demo(layers=BOTH), "vulkan", ctx=64) as model:
         assert "".join(model.generate("def f(", 8)) == text

@@ -21,7 +21,7 @@ HPARAMS = tiny(
 LAYER = {"workgroups": "1 * cores", "threads": 256}
 # KV splits of few positions, so that several workgroups have partial results of a head.
 ATTENTION = {"groups": "2 * cores", "min_split": 16, "subgroups": 8, "ahead": 2}
-# Unused control words (mutants/mailbox): the context length from which a mutant is active, and the mutant's number.
+# Unused control words (mutants/workgroup_flags): the context length from which a mutant is active, and the mutant's number.
 SINCE_WORD, MUTANT_WORD = 6, 7
 
 

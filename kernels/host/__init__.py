@@ -1,1 +1,1 @@
-"""Tensors in host memory and plans whose steps are functions: what the devices `cpu` and `npu` have in common."""
+"""Tensors in host memory, and plans whose steps are functions: shared by the devices `cpu` and `npu`."""

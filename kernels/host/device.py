@@ -1,9 +1,9 @@
-"""Tensors in host memory, and plans run by one function for each operation.
+"""Tensors in host memory, and plans that run one function per operation.
 
-Weights are read into memory of their own, so that a file which changes later changes nothing; those that memory has no
-room for stay in their file, and blocks of their rows are read at every use. Matrices are dequantised to float32 once
-while they fit the memory budget, and in blocks of rows at every use above it. Everything happens inside submit();
-tickets exist for the protocol's sake.
+Weights are copied into memory, so that later changes of their file have no effect. Weights over the memory limit stay
+in
+their file and are read in blocks of rows at every use. Matrices are dequantised to float32 once within the memory
+budget, else in blocks of rows at every use. submit() is synchronous; tickets exist for the protocol.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HostDevice(SingleDevice):
         self.functions = dict(functions)
         self.guard = guard
         self.generation = 0
-        """Grows whenever memory moves: programs then look their tensors up again."""
+        """Incremented whenever memory moves: programs then look their tensors up again."""
         self.blas = BlasThreads()
         self.threads = self.blas.text
         """See Device.threads."""
@@ -61,13 +61,13 @@ class HostDevice(SingleDevice):
         self._decls: dict[str, TensorDecl] = {}
         self._tensors: dict[str, Tensor | Rows | Packed] = {}
         self._held: dict[str, int] = {}
-        """Bytes of each tensor that are in memory; `_holds` is their sum, which every tensor that comes asks for."""
+        """Bytes of each tensor that are in memory; `_holds` is their sum."""
         self._holds = 0
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
         self._slabs = Slabs()
         self._arena = aligned(0)
-        self._lent: dict[str, Tensor] = {}  # of the device that this one is a sibling of
+        self._lent: dict[str, Tensor] = {}  # tensors of the sibling device
         self._programs: weakref.WeakSet[HostProgram] = weakref.WeakSet()
         self._open = True
 
@@ -83,7 +83,7 @@ class HostDevice(SingleDevice):
         return made
 
     def has(self, feature: str) -> bool:
-        return False  # none of the units that change which precision pays
+        return False  # no unit for which another precision would pay
 
     # --- tensors
 
@@ -92,8 +92,8 @@ class HostDevice(SingleDevice):
         return nullcontext()
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        """See Device.store. A weight given whole is kept by reference; what a file has and memory has no room for stays
-        there, and is read at every use."""
+        """See Device.store. A weight given whole is kept by reference. Weights over the memory limit stay in their file
+        and are read at every use."""
         self.check_open()
         lent = None if value is not None or parts or self.guard else self._lent.get(decl.name)
         if lent is not None and (lent.dtype, lent.shape) == (decl.dtype, decl.shape):
@@ -118,14 +118,14 @@ class HostDevice(SingleDevice):
         self.generation += 1
 
     def _put(self, decl: TensorDecl, tensor: Tensor | Rows | Packed) -> int:
-        """Take a tensor in place of one of its name; returns the bytes of it that are in memory."""
+        """Replace the tensor of that name; returns the new tensor's bytes in memory."""
         held = in_memory(tensor)
         self._holds += held - self._held.get(decl.name, 0)
         self._decls[decl.name], self._tensors[decl.name], self._held[decl.name] = decl, tensor, held
         return held
 
     def _room(self) -> int:
-        """Bytes that further tensors may take."""
+        """Bytes available for further tensors."""
         return self._memory - self._holds - self._arena.size - self._guarded_bytes() - self._copies()
 
     def _guarded_bytes(self) -> int:
@@ -150,7 +150,7 @@ class HostDevice(SingleDevice):
         return made.tensor
 
     def _left_in_file(self, decl: TensorDecl, parts: Sequence[Source]) -> Tensor | Rows | Packed:
-        """The parts as their sources make them; one that is converted while loading is in memory all the same."""
+        """The parts as their sources make them. A part that is converted while loading is in memory in any case."""
         made = tuple(make() for make in parts)
         tensor = made[0] if len(made) == 1 else Rows(made)
         if tensor.shape != decl.shape or not {p.dtype for p in made} <= set(decl.dtypes):
@@ -164,7 +164,7 @@ class HostDevice(SingleDevice):
             raise ValueError(
                 f"{name} is {target.dtype} {target.shape}: cannot write {value.dtype} {value.shape} at row {row}"
             )
-        if self._decls[name].kind == "weight":  # kept by reference: the owner's numbers stay as they are
+        if self._decls[name].kind == "weight":  # kept by reference: the owner's numbers must not change
             target = Tensor(target.dtype, target.shape, tuple(p.copy() for p in target.parts))
             self._put(self._decls[name], target)
             self._float.pop(name, None)
@@ -209,7 +209,7 @@ class HostDevice(SingleDevice):
             raise ValueError(f"no such ticket: {ticket}; the last submit was {self.counters.submits}")
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose; `dequantised` are the float32 copies of weights, `left_in_files` is not held at all."""
+        """Bytes by purpose. `dequantised`: float32 copies of weights. `left_in_files`: weights not held in memory."""
         self.check_open()
         held = dict.fromkeys(("weights", "state", "io"), 0)
         for name, nbytes in self._held.items():
@@ -219,7 +219,7 @@ class HostDevice(SingleDevice):
 
     @property
     def left_in_files(self) -> int:
-        """Bytes of weights for which memory had no room: read again at every use."""
+        """Bytes of weights over the memory limit, which are read again at every use."""
         return sum(t.nbytes - self._held[name] for name, t in self._tensors.items())
 
     def __enter__(self) -> HostDevice:
@@ -257,7 +257,7 @@ class HostDevice(SingleDevice):
             part.view(np.uint8).fill(byte)
 
     def check_guards(self) -> list[str]:
-        """Names of the tensors whose guard bands were written to; always empty with guard=0."""
+        """Names of the tensors whose guard bytes were overwritten; always empty with guard=0."""
         self.check_open()
         activations = {f"{p.plan.name}:{name}": g for p in self._programs for name, g in p.guarded.items()}
         return [name for name, g in {**self._guarded, **activations}.items() if not g.intact()]
@@ -269,7 +269,7 @@ class HostDevice(SingleDevice):
             raise RuntimeError(f"the {self.name} device is closed")
 
     def view(self, decl: TensorDecl) -> Tensor | Rows | Packed:
-        """The memory of a plan's declaration: a prefix of the stored tensor, or its place in the arena."""
+        """Memory of a plan's declaration: a prefix of the stored tensor, or its range of the arena."""
         if decl.kind == "activation":
             if decl.offset % ALIGN or decl.offset + decl.nbytes > self._arena.size:
                 raise ValueError(
@@ -287,7 +287,7 @@ class HostDevice(SingleDevice):
         return stored.rows(0, decl.shape[0])
 
     def weight(self, name: str) -> Value:
-        """A matrix as float32 if the budget allows, else as it is stored."""
+        """A matrix as float32 within the budget, else as stored."""
         tensor = self.stored(name)
         if name not in self._float:
             if isinstance(tensor, Tensor) and tensor.dtype == "f32":

@@ -14,7 +14,7 @@ _PATTERN = 0xA5
 
 
 def available_bytes() -> int:
-    """Memory that programs can still have; where the system does not say, all there is; else 4 GiB."""
+    """Memory available to programs; the total where the system does not report it; else 4 GiB."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -26,12 +26,12 @@ def available_bytes() -> int:
 
 
 def usable_bytes() -> int:
-    """What tensors may take of it: a sixteenth is left for temporaries and for other programs."""
+    """Limit for tensors: a sixteenth of it is left for temporaries and other programs."""
     return available_bytes() * 15 // 16
 
 
 def in_memory(value: Tensor | Rows | Packed) -> int:
-    """Bytes of a stored tensor that are in memory, and not read from their file at each use."""
+    """Bytes of a stored tensor that are in memory rather than in its file."""
     if isinstance(value, Rows):
         return sum(in_memory(t) for t in value.tensors)
     return value.nbytes if isinstance(value, Tensor) else 0
@@ -57,8 +57,8 @@ def place(dtype: str, shape: tuple[int, ...], room: np.ndarray, offset: int = 0,
 
 
 class Slabs:
-    """float32 arrays cut from large allocations, which get huge pages: matrices of 2 to 4 MB, too small for them on
-    their own, were read at 7.5 GB/s and are at 9.6 to 10.9 (2-core Xeon with AMX, one busy neighbour)."""
+    """float32 arrays cut from large allocations, which get huge pages. Matrices of 2 to 4 MB are too small for them
+    otherwise: 7.5 against 9.6 to 10.9 GB/s."""
 
     _ELEMENTS = 1 << 24
     _LINE = 64 // 4
@@ -67,7 +67,7 @@ class Slabs:
         self._free = np.empty(0, np.float32)
 
     def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Not filled."""
+        """Uninitialised."""
         size = int(np.prod(shape, dtype=np.int64))
         if size > self._free.size:
             self._free = aligned(4 * max(size, self._ELEMENTS)).view(np.float32)
@@ -76,7 +76,7 @@ class Slabs:
 
 
 class Guarded:
-    """A zeroed tensor of its own with `guard` bytes (rounded up to ALIGN) of a pattern around each part."""
+    """A zeroed tensor in separate memory, with `guard` pattern bytes (rounded up to ALIGN) around each part."""
 
     def __init__(self, decl: TensorDecl, guard: int) -> None:
         guard = -(-guard // ALIGN) * ALIGN

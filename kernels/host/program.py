@@ -1,4 +1,4 @@
-"""Plans as a device in host memory runs them: steps with their arrays looked up, one function call each."""
+"""Plans on a host-memory device: steps with resolved arrays, one function call each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hybrid.kernels.host.memory import Guarded
 from hybrid.kernels.host.threads import seconds_alone
 from hybrid.quant.codec import argument, round_into
 
-if TYPE_CHECKING:  # the device makes its programs, which keep a reference to it
+if TYPE_CHECKING:  # the device imports this module
     from hybrid.kernels.host.device import HostDevice
 
 
 class HostProgram:
-    """A plan whose tensors have been looked up."""
+    """A plan with resolved tensors."""
 
     def __init__(self, device: HostDevice, plan: Plan, profile: bool) -> None:
         self.plan = plan
         self.device = device
         self.profile = profile
         self.guarded: dict[str, Guarded] = {}
-        """Activations in memory of their own, where the device has guard bands."""
+        """Activations in separate memory, where the device has guard bytes."""
         if device.guard:
             used = dict.fromkeys(plan.tensors[name] for step in plan.steps for name in step.args.values())
             self.guarded = {d.name: device.allocate(d) for d in used if d.kind == "activation"}
@@ -122,7 +122,7 @@ class _Bound:
         self.device.counters.dispatches += 1
 
     def _prepare(self, live: int) -> None:
-        """Everything that depends on the live rows only: decoding reuses it from pass to pass."""
+        """Resolve what depends on the live rows only; decoding reuses it from pass to pass."""
         self._given = {
             **{n: argument(self._cut(n, t, live)) for n, t in self.inputs.items()},
             **{n: self._cut(n, t, live) for n, t in self.scratch.items()},
@@ -136,7 +136,7 @@ class _Bound:
         bind, window = self.step.bind, int(self.step.attrs.get("window", 0))
         attends = "k_cache" in self.inputs
         self._alone_per_position = seconds_alone(live * bind["HQ"] // bind["HK"], 1, bind["D"]) if attends else 0.0
-        self._positions = window + live if window else 1 << 31  # that a row sees, at most
+        self._positions = window + live if window else 1 << 31  # most positions that a row sees
         self._prepared_for = live
 
     def _cut(self, name: str, tensor: Tensor, live: int) -> Tensor:

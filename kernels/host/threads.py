@@ -1,11 +1,10 @@
-"""How many BLAS threads a matrix product uses.
+"""Number of BLAS threads of a matrix product.
 
-A product split over threads ends with the last of them. Where other programs use the cores, a sleeping thread is
-scheduled a time slice late: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is split where
-one thread would need longer than that can cost. The product's size decides, not a clock: with several rows, the number
-of threads changes the last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. With one
-row it does not, because each output is computed by one thread: there shorter products are split too, until one takes
-too long, and again a second later.
+A split product ends with its slowest thread. Where other programs use the cores, a sleeping thread may be scheduled a
+time slice late: products of 0.1 ms took 16 ms on two busy cores. So a product is split only where one thread would need
+longer than that delay. The size decides, not a clock, since with several rows the number of threads changes the last
+bits (OpenBLAS, Haswell and Zen), and a prompt should reproduce its text. With one row each output is computed by one
+thread. There shorter products are split too, until one is late, and again a second later.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from typing import Any
 from threadpoolctl import ThreadpoolController
 
 SPLIT_FROM = 4e-3
-"""Seconds on one thread from which a product is split: about a time slice of a busy machine."""
+"""Seconds on one thread above which a product is split: about a time slice of a busy machine."""
 SPLIT_ONE_ROW_FROM = 0.6e-3
-"""The same for products of one row, as long as the processors are free."""
+"""The same for products of one row, while the processors are free."""
 PAUSE = 1.0
-"""Seconds for which those are not split, after one that waited for a processor."""
+"""Seconds without such splits after one that waited for a processor."""
 _MACS_PER_SECOND, _BYTES_PER_SECOND = 30e9, 8e9  # of one core of a desktop, float32
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def seconds_alone(rows: int, columns: int, inner: int) -> float:
-    """About how long one thread multiplies [rows, inner] by [columns, inner].T in float32."""
+    """Estimated time on one thread of [rows, inner] by [columns, inner].T in float32, in seconds."""
     return columns * inner * max(rows / _MACS_PER_SECOND, 4 / _BYTES_PER_SECOND)
 
 
 def processors() -> int:
-    """That this process may use: its affinity, and what its container's quota pays for."""
+    """Processors available to this process: its affinity, limited by its container's quota."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CPU_MAX.read_text().split()
@@ -58,7 +57,7 @@ class BlasThreads:
         if libraries is None:
             libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._before = [(library, library.num_threads or 1) for library in libraries]
-        self._set = 0  # what all of them have now; 0: what they had
+        self._set = 0  # the libraries' current number of threads; 0: their own
         had = max((n for _, n in self._before), default=0)
         self.most = min(had, processors())
         self.many = had > 1
@@ -69,10 +68,10 @@ class BlasThreads:
         limits = f"{1e3 * SPLIT_FROM:g} ms, of one row {1e3 * SPLIT_ONE_ROW_FROM:g} ms"
         shared = f", 1 for products below {limits}" if self.many else ""
         self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
-        """For --stats."""
+        """Text for --stats."""
 
     def use(self, seconds: float, one_row: bool = False) -> bool:
-        """For products of that length on one thread. True: `judge` wants to know how long they took."""
+        """Set the threads for a product of that length on one thread. True: `judge` needs its duration."""
         if not self.many:
             return False
         trial = one_row and SPLIT_ONE_ROW_FROM <= seconds < SPLIT_FROM and time.perf_counter() >= self._alone_until
@@ -84,7 +83,7 @@ class BlasThreads:
         return trial
 
     def judge(self, seconds: float, took: float) -> None:
-        """Of products that were shared for being of one row: where they waited for a processor, the next are not."""
+        """Stop splitting one-row products for a while after one that waited for a processor."""
         if took > 2 * seconds + SPLIT_FROM:
             self._alone_until = time.perf_counter() + PAUSE
 

@@ -1,1 +1,1 @@
-"""The NPU backend (AMD XDNA1, "npu1"): tile kernels, and what runs them where there is no NPU."""
+"""The NPU backend (AMD XDNA1, "npu1"): tile kernels, and their simulator for machines without an NPU."""

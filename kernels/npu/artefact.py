@@ -1,8 +1,8 @@
-"""What a design is built into, and the one digest that ties kernels, design and files together.
+"""Built files of a design, and the digest that ties them to kernels and design.
 
-NAME-DIGEST.xclbin      the fabric: what the tiles are configured to (a real xclbin; for sim-npu1 the IRON source)
-NAME-DIGEST-STREAM.bin  an instruction stream: one runtime sequence. A fabric has as many as there are sizes to run
-NAME-DIGEST.json        the digest, the SHA-256 of each file, who built it
+NAME-DIGEST.xclbin      the fabric: configuration of the tiles (a real xclbin; for sim-npu1 the IRON source)
+NAME-DIGEST-STREAM.bin  an instruction stream: one runtime sequence; a fabric has one for each size
+NAME-DIGEST.json        the digest, the SHA-256 of each file, the builder
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ArtefactError(ValueError):
 
 
 def fabric_digest(design: Design) -> str:
-    """Kernels, fifos, links, cores, workers: what an xclbin holds. Sizes that only the sequence knows are not in it."""
+    """Digest part of a fabric: kernels, fifos, links, cores, workers, without the sizes of the runtime sequence."""
     return hashlib.sha256(json.dumps([_form(design), digests(design), manifest()["release"]]).encode()).hexdigest()
 
 
 @lru_cache(maxsize=256)
 def _form(design: Design) -> str:
-    """A digest of all but the kernels' sources: a run asks for it, and writing a design out takes a millisecond."""
+    """Digest without the kernels' sources, cached: every run asks for it."""
     parts = (
         design.columns,
         len(design.arguments),
@@ -55,7 +55,7 @@ def stream_digest(design: Design) -> str:
 class Artefact:
     digest: str
     builder: str
-    """sim-npu1, or the toolchain."""
+    """The builder: sim-npu1, or the toolchain."""
     xclbin: Path
     stream: Path
 
@@ -93,7 +93,7 @@ def find(folder: Path, design: Design) -> Artefact:
 
 
 def write(folder: Path, design: Design, builder: str, xclbin: bytes, stream: bytes) -> Artefact:
-    """Put built files in place and list them; streams of the same fabric are added to its list."""
+    """Move built files into place and list them; streams of the same fabric are added to its list."""
     folder.mkdir(parents=True, exist_ok=True)
     name, digest = stem(design), fabric_digest(design)
     listing = folder / f"{name}.json"

@@ -1,10 +1,9 @@
-"""Attention's host side: rows cut into query tiles, the cache's view brought up to date, and which key tiles each of
-them sees.
+"""Host side of NPU attention: splits rows into query tiles, updates the gathered cache view, and finds the key tiles
+that each query tile sees.
 
-Scores in bfloat16 (`attention`) or in int8 (`attention_i8`: every query and key vector quantised by its own largest
-element, products exact in int32; values and probabilities stay bfloat16). Both run the same design. A run's design
-comes from a small set that the sizes of the cache fix (`designs_of`): key tiles are sent from the view's beginning on,
-in powers of two.
+Scores are in bfloat16 (`attention`) or int8 (`attention_i8`: each query and key vector quantised by its largest
+element, products exact in int32; values and probabilities stay bfloat16). Both use the same design. The cache sizes fix
+a small set of designs (`designs_of`): key tiles are sent from the view's beginning, in powers of two.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Npu(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who sees what, of one sequence. runs: rows at consecutive positions, one for each query tile; seen: the key tiles
-    [first, end) of each; base: the key tile that the view begins with, at most the first that anybody sees."""
+    """Rows and visible key tiles of one sequence. runs: rows at consecutive positions, one per query tile. seen: key
+    tiles [first, end) of each run. base: first key tile of the view, at most the first one seen."""
 
     runs: tuple[np.ndarray, ...]
     seen: tuple[tuple[int, int], ...]
@@ -71,7 +70,7 @@ def _attention(
     window: int,
     **_: Any,
 ) -> tuple[np.ndarray]:
-    """Jobs for each slot: its view brought up to date, its rows cut into runs of consecutive positions."""
+    """Jobs per slot: update its view, and cut its rows into runs of consecutive positions."""
     kv_heads, d = k_cache.shape[2:]
     group = group_of(q.shape[1] // d // kv_heads, d)
     heads = q.shape[1] // d // group  # a KV head is streamed again for each part of its group
@@ -113,7 +112,7 @@ def _run(npu: Npu, jobs: list[tuple[Attention, Plan, np.ndarray, Job]], o: np.nd
 
 
 def _queries(tiles: np.ndarray, header: np.ndarray, scale: float, a: Attention) -> np.ndarray:
-    """The design's query tiles; they bring the scale of the scores with them."""
+    """Query tiles of the design, with the score scale applied."""
     if a.scores == "bf16":
         return tile_queries(bf16(tiles * np.float32(scale)), header, a)
     q, q_scale = int8_rows(tiles.reshape(-1, a.D))
@@ -136,7 +135,7 @@ def plan(rows: np.ndarray, positions: np.ndarray, window: int, a: Attention) -> 
 
 
 def _fitting(p: Plan, tiles: int) -> Iterator[Plan]:
-    """The plan cut where its rows lie further apart than a view of so many key tiles; rows of one pass do not."""
+    """The plan, cut where its rows are further apart than a view of so many key tiles."""
     begin = 0
     for i in range(1, len(p.runs) + 1):
         if i == len(p.runs) or p.seen[i][1] - p.seen[begin][0] > tiles:
@@ -161,7 +160,7 @@ def headers(p: Plan, a: Attention, positions: np.ndarray, length: int, window: i
 def fitted(shape: Attention, p: Plan, tiles: int | None = None) -> Attention:
     """The design for a plan on a view of `tiles` (default: what the plan needs). A prompt's first rows send each block
     of query tiles the key tiles up to its own; any others send every block the same number, rounded up to a power of
-    two. A tile that nobody sees passes by without being computed."""
+    two. A core skips tiles that no row sees."""
     blocks, ends = rounded(len(p.ends), 1), p.ends
     tiles = rounded(max(ends)) if tiles is None else tiles
     a = replace(shape, blocks=blocks, tiles=tiles)
@@ -206,7 +205,7 @@ def rows_of(a: Attention) -> int:
 
 
 def rounded(count: int, least: int = SHORTEST) -> int:
-    """Up to a power of two, `least` or more."""
+    """Rounded up to a power of two, at least `least`."""
     return max(least, 1 << max(0, count - 1).bit_length())
 
 

@@ -1,8 +1,8 @@
-"""python -m kernels.npu.build [NAME ... | --for MODEL | --list [MODEL]] [--out FOLDER] [--sim]: designs into what a
-runtime loads.
+"""python -m kernels.npu.build [NAME ... | --for MODEL | --list [MODEL]] [--out FOLDER] [--sim]: build designs
+into the files that a runtime loads.
 
 For an NPU: kernels by Peano (llvm-aie's clang), IRON source to MLIR by mlir-aie, xclbin and instruction stream by
-aiecc. What of these is missing is said, exactly, and nothing is built. --sim makes the files of sim-npu1 instead.
+aiecc. If a tool is missing, the message names it and nothing is built. --sim makes the files of sim-npu1 instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tools:
     size: Path
     aiecc: Path
     include: Path
-    """Of the wheel: aie_api lies in it, and aie_kernels with aie_kernel_utils.h."""
+    """The wheel's include folder: aie_api, and aie_kernels with aie_kernel_utils.h."""
     peano: Path
     api: Mapping[str, Any] = field(default_factory=manifest)
     """Signatures of the installed package, that emitted programs are bound to before they run."""
@@ -258,7 +258,7 @@ def _of_model(args: argparse.Namespace, model: str) -> dict[str, Callable[[], De
 
     engine = importlib.import_module(
         "hybrid.engine.loading"
-    )  # a command may use what lies above; the backend imports nothing of it
+    )  # only a command may import upper layers; the backend does not
     found: dict[str, Callable[[], Design]] = {}
     seen: set[Any] = set()
     for plan in engine.plans_of_model(model, args.schedule, args.ctx, args.slots, args.chunk):

@@ -1,4 +1,4 @@
-"""What the NPU's tile kernels are called and what they take: aie/*.toml, one beside each source.
+"""Declarations of the NPU's tile kernels: aie/*.toml, one beside each source.
 
     entry = find("gemm_i8")                       Entry: name, source file, macros, args in order
     entry.sizes({"DIM_M": 32})                    {'a': 2048, 'b': 4096, 'c': 2048}: elements of each array

@@ -1,8 +1,8 @@
-"""python -m kernels.npu.check [NAME ...]: what each design takes of every tile, and what is beyond the hardware's
-limits.
+"""python -m kernels.npu.check [NAME ...]: resources that each design takes of every tile, and the
+hardware limits that it exceeds.
 
-Every limit is a number of specs/devices/phoenix-npu.toml. A design that breaks none may still be slow or deadlock:
-perf.npu and interpreter.py are for that.
+Limits are from specs/devices/phoenix-npu.toml. A design within all of them may still be slow or deadlock: see perf.npu
+and interpreter.py.
 """
 
 from __future__ import annotations

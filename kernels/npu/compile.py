@@ -1,4 +1,4 @@
-"""The NPU's tile kernels on this computer: aie/*.cc compiled by g++ against hostapi/ and called through ctypes.
+"""The NPU's tile kernels on the host: aie/*.cc compiled by g++ against hostapi/ and called through ctypes.
 
     gemm = kernel("gemm_i8", DIM_M=32, DIM_K=64, DIM_N=64)     an entry point of aie/*.toml; macros not given: defaults
     gemm(a, b, c)                                              NumPy arrays, in the order of gemm.args; outputs in place
@@ -16,7 +16,7 @@ all of them, so it puts the tile's modes there before a call and keeps what it f
 
 The compiler is what CXX names, or the first g++, c++ or clang++ in PATH that makes a shared library (one that compiles
 and cannot link is none), with FLAGS and then the words of CXXFLAGS. It links with GNU's gold where it can, which takes
-a tenth of a second less. Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that
+a tenth of a second less. Libraries are stored in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that
 they are made of: the source, its headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is
 the part of it that does not depend on this computer. `options` are further flags of the compiler: SANITISE builds with
 AddressSanitizer and UBSan (the process must have their runtimes loaded).
@@ -61,7 +61,7 @@ FLAGS = (
 COMPILERS = ("g++", "c++", "clang++")
 LINKERS: tuple[tuple[str, ...], ...] = (("-fuse-ld=gold",), ())
 """Flags that say which linker, the fastest first; none: the compiler's own. A compiler may not work with each that is
-here: its own files need not lie where another's linker looks for them."""
+here: its files may be where another's linker does not look for them."""
 SANITISE = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
@@ -308,7 +308,7 @@ def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], opt
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise CompileError(f"{compiler} refused {source.name}:\n{done.stderr[-4000:]}")
-            os.replace(out, target)  # whole or not at all, whoever else compiles it now
+            os.replace(out, target)  # whole or not at all, even if another process compiles it now
     return ctypes.CDLL(str(target))
 
 

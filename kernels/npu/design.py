@@ -1,4 +1,4 @@
-"""A design as data: what flows between which tiles in which order, and what the cores call.
+"""A design as data: data flow between tiles, its order, and the kernels that cores call.
 
 The nouns are those of IRON (mlir-aie): object fifos, links in mem tiles, workers, a runtime sequence. Nothing here
 runs: check.py compares a design with the hardware's limits, interpreter.py executes it, emitter.py writes it as IRON
@@ -29,7 +29,7 @@ STACK = 3392
 """Bytes of a worker's stack: what mlir-aie's published attention kernels ask for. 1024, its default, corrupted them
 silently."""
 Dims = tuple[tuple[int, int], ...]
-"""(size, stride) pairs; empty: the object as it lies."""
+"""(size, stride) pairs; empty: the object in memory order."""
 SHIM, MEM, CORE = 0, 1, 2  # rows of the array: one of shim tiles, one of mem tiles, then core tiles
 
 
@@ -100,7 +100,7 @@ class Link:
     source: tuple[str, ...]
     target: tuple[str, ...]
     offsets: tuple[int, ...] = (0,)
-    """Where each part lies in the larger object."""
+    """Offset of each part in the larger object."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ Statement = Acquire | Release | Call | Loop
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """The endless program of a core over formal names; several workers share one."""
+    """The endless program of a core over formal names; workers can share it."""
 
     name: str
     params: tuple[str, ...]

@@ -1,11 +1,10 @@
 """The device `npu`: a plan whose operations run as designs on an XDNA NPU, or, when asked for, on sim-npu1.
 
-XDNA shares the host's memory, so tensors are the NumPy device's; what differs is who computes. Operands that stay,
-weights and the keys and values of sequences, are kept a second time in buffer objects, in the order in which the
-designs read them: memory() shows it as `tiled`. A plan whose operands do not fit the budget, or whose designs are not
+XDNA shares the host's memory, so tensors are the NumPy device's; only the computing unit differs. Resident operands,
+weights and the keys and values of sequences, have a second copy in buffer objects, in the designs' layout: memory()
+shows it as `tiled`. A plan whose operands do not fit the budget, or whose designs are not
 built, is refused by compile() and reserve(): nothing is built while text is generated. A submitted plan runs in a
-thread of its own (operands dealt out, runs started and awaited, results put together), so that the host goes on
-meanwhile.
+separate thread (lay out operands, start and await runs, assemble results), so that the host continues meanwhile.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class NpuDevice(HostDevice):
         self._worker = ThreadPoolExecutor(1, self.name)
         self._tickets = 0
         self._begun: dict[int, Future[Any]] = {}
-        """What the worker was given and nobody has waited for, by ticket: passes and writes."""
+        """Passes and writes given to the worker and not yet waited for, by ticket."""
         self._tiled: dict[Any, tuple[np.ndarray, Resident]] = {}
         self._noted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._kept_for = self.generation
@@ -230,7 +229,7 @@ class NpuDevice(HostDevice):
         super().adopt(decl, value, fds)
 
     def export(self, decl: TensorDecl) -> Exported:
-        """Room for a tensor in XRT's buffers, to be imported by other drivers. NotShareable where the binding
+        """Memory for a tensor in XRT's buffers, to be imported by other drivers. NotShareable where the binding
         cannot."""
         self._rest()
         made: list[tuple[Any, int]] = []

@@ -1,4 +1,4 @@
-"""A design as IRON source for mlir-aie, release in iron.toml: straight lines, one call for each thing of the design.
+"""A design as IRON source for mlir-aie, release in iron.toml: straight-line code, one call per element of the design.
 
     python -m kernels.npu.emitter NAME > design.py
 

@@ -1,8 +1,8 @@
 """python -m kernels.npu.headers PATH: compile every tile kernel against a checkout of aie_api, with g++ and stubbed
 intrinsics.
 
-hostapi/ is this project's reading of aie_api; this holds the kernels against the real headers: that every call exists
-with those types, and that no static assertion of theirs fails. Nothing runs. The core's intrinsics, which only the
+hostapi/ is this project's reading of aie_api; this module checks the kernels against the real headers: every call
+exists with those types, and no static assertion fails. Nothing runs. The core's intrinsics, which only the
 NPU's compiler has, are declared as functions that take and return anything: their names are read off the compiler's own
 errors (hostapi/intrinsics.h has the types). So an error inside of aie_api that names such a stub says nothing, and is
 counted apart. PATH is a checkout of Xilinx/aie_api, or include/ of the mlir_aie wheel. Nothing of it is copied.

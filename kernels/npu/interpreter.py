@@ -1,7 +1,7 @@
 """Executes a design: its strides, its locks and its depths, with the compiled tile kernels.
 
-Every DMA channel, every core and the runtime sequence is an agent; an agent goes on until it needs a lock, an object or
-a word that is not there. When none can go on and the sequence is not at its end, the design is deadlocked: on the
+Every DMA channel, every core and the runtime sequence is an agent; an agent runs until it needs a missing lock, object
+or word. When all agents wait and the sequence is not at its end, the design is deadlocked: on the
 hardware the driver's timer would end the run, here no clock is involved. Memory starts poisoned, buffers stand between
 guard bands, and a buffer is poisoned again whenever its next writer takes it, so that nothing works by accident.
 
@@ -40,17 +40,17 @@ from hybrid.kernels.npu.lower import Channel, Descriptor, Lowered, lower
 
 POISON, GUARD = 0xA5, 64
 MOST = 1 << 16
-"""Iterations of a loop whose count is read while it runs: more are a number that nobody wrote."""
+"""Most iterations of a loop whose count is read at run time: a larger count is uninitialised memory."""
 RESET = ("floor", "none")
 Waits = Callable[[], object] | None
-"""What an agent yields: true when it can go on, None where it asks itself."""
+"""What an agent yields: true when it can continue, None where it asks itself."""
 Agent = Generator[Waits, None, None]
 
 
 @dataclass(slots=True)
 class Task:
-    """A shim task. What a drain brought lies in the host's memory once somebody has waited for it: before that it may
-    come at any time, so here it comes never."""
+    """A shim task. A drain's data is in the host's memory once its task is waited for. Before that the hardware may
+    write it at any time; the interpreter does not."""
 
     move: Move
     done: bool = False
@@ -67,7 +67,7 @@ class NpuFault(RuntimeError):
 
 
 class Deadlock(RuntimeError):
-    """No agent can go on: the hardware would end in ERT_CMD_STATE_TIMEOUT. The message says who waits for what."""
+    """No agent can continue: the hardware would end in ERT_CMD_STATE_TIMEOUT. The message lists the waits."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Counts:
 
 @dataclass(slots=True)
 class _Stream:
-    """Bytes on their way from one channel to its consumers; a sender goes on when all have taken them."""
+    """Bytes on their way from one channel to its consumers; a sender continues when all have taken them."""
 
     pending: dict[int, bytes] = field(default_factory=dict)
     sinks: tuple[int, ...] = ()
@@ -152,7 +152,7 @@ class Interpreter:
 
     def run(self, memory: Mapping[str, np.ndarray], sequence: Sequence[Move | Finish] | None = None) -> Counts:
         """Execute the design's sequence, or another for the same fabric, on `memory` (flat arrays of the arguments'
-        dtypes). Rings, locks and modes go on from where the last run left them. Raises Deadlock or NpuFault."""
+        dtypes). Rings, locks and modes keep the state of the last run. Raises Deadlock or NpuFault."""
         self.memory = memory
         self._drive(self._sequence(self.design.sequence if sequence is None else sequence))
         left = [name.removesuffix(".full") for name, value in self.locks.items() if name.endswith(".full") and value]

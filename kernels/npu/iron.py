@@ -1,5 +1,4 @@
-"""Holds an IRON program against the signatures of the release that it is written for (iron.toml), or of the one
-installed."""
+"""Check an IRON program against the signatures of its release (iron.toml), or of the installed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between row-major tensors and the layouts of the NPU's tile kernels, and the NPU's own quantisations.
+"""Conversions between row-major tensors and the layouts of the NPU's tile kernels, and the NPU's quantisations.
 
 Matrices are cut into tiles r x c that are contiguous, row after row, and follow one another row after row: the operand
 order of aie::mmul. For activations the DMA does this; weights are stored so (layout k_tiled). Rows and columns that a

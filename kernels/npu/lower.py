@@ -1,6 +1,6 @@
 """A design as the hardware sees it: buffers, locks, and chains of buffer descriptors on DMA channels.
 
-This is what mlir-aie makes of object fifos: every end of a fifo on a core tile has `depth` buffers and a pair of
+This follows mlir-aie's lowering of object fifos: every end of a fifo on a core tile has `depth` buffers and a pair of
 counting locks (free, full); a DMA channel walks a ring of descriptors, one for each buffer, each with one lock to take
 before and one to give after. In a link both fifos share the mem tile's buffers, with a pair of locks and a descriptor
 for each part; an object that is sent several times counts as often in its locks.

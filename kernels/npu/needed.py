@@ -1,4 +1,4 @@
-"""What a plan needs of an NPU before its first pass: designs to be built, and bytes of operands that stay.
+"""Requirements of a plan on an NPU: designs to build, and bytes of resident operands.
 
 designs(plan, seen)       each design that some step may run with any number of live rows, once
 resident_bytes(plan)      {what: bytes}: weights in the designs' order, views of caches

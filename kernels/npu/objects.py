@@ -1,4 +1,4 @@
-"""Tile kernels of the catalogue as a design names them, and as this computer runs them."""
+"""Tile kernels of the catalogue, by their names in designs, and compiled for the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The operations that have designs: operands dealt out, a design chosen by size, jobs run, results put together.
+"""Operations that have designs: lay out operands, choose a design by size, run jobs, assemble results.
 
-Functions take what the oracle's take and return what they return; `npu.run` executes jobs. Rows are padded to whole
-tiles. Weights are dealt out once, into buffer objects that stay; a run writes its rows of activations.
+Functions have the oracle's arguments and results; `npu.run` executes jobs. Rows are padded to whole
+tiles. Weights are laid out once, into resident buffer objects; a run writes its rows of activations.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Program order: objects are taken before they are used and given back, and every port of a core sees as many objects
-as the others say it must."""
+"""Program-order check: objects are acquired before use and released, and the object counts of a core's ports agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An emitted IRON program read back as the design it came from: the proof that the text says what the data says."""
+"""Read an emitted IRON program back as a design, to check that the emitted text matches the design."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Operands that stay in buffer objects from run to run: weights in the designs' order, a sequence's keys and values.
+"""Resident operands in buffer objects: weights in the designs' order, a sequence's keys and values.
 
-A buffer has a host copy and a device copy that only sync joins. Whoever writes into `bytes` says which bytes with
-`changed`; a run brings these to the device and no others.
+A buffer has a host copy and a device copy that only sync joins. A writer to `bytes` reports the range with
+`changed`; a run syncs only these ranges.
 """
 
 from __future__ import annotations

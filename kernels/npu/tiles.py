@@ -1,4 +1,4 @@
-"""Operands in the order in which designs read them. Keys and values: views.py."""
+"""Operand layouts of the designs. Keys and values: views.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid.kernels.npu.layout import limbs, nibbles
 def tile_weights(codes: np.ndarray, g: Gemm, scales: np.ndarray | None = None) -> np.ndarray:
     """int8 codes [N, K] as B of a design, flat bytes: [columns][N/(columns n)][K/k] tiles of [k/s][n/t][s][t].
 
-    q4_0's codes (-8..7) lie two to a byte. With blocks each tile ends with its multipliers and units, from `scales` [N,
+    q4_0's codes (-8..7) are packed two to a byte. With blocks each tile ends with its multipliers and units, from `scales` [N,
     K/32]."""
     blocks = g.N // (g.columns * g.n)
     w = codes.reshape(blocks, g.columns, g.n // g.t, g.t, g.K // g.k, g.k // g.s, g.s)

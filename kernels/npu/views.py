@@ -1,4 +1,4 @@
-"""A sequence's keys and values as attention's designs read them, kept in a buffer object and appended to.
+"""A sequence's keys and values in the layout of attention's designs, in a resident buffer object.
 
 A view holds key tiles base..base + tiles of one slot of one cache. A pass brings what it has appended to the cache (its
 own rows' positions), and what the view lacks; nothing else of the cache is read. Of a layer with a window the view
@@ -45,7 +45,7 @@ class KeyView:
 
     def update(self, table: np.ndarray, first: int, appended: int, length: int) -> None:
         """Hold key tiles `first` on to position `length` - 1 of the sequence whose blocks `table` names; `appended`:
-        the first position that this pass has written. ValueError for more than the view has room for."""
+        the first position that this pass has written. ValueError for more than the view holds."""
         lk, size = self.shape.LK, self.k.shape[1]
         if -(-length // lk) - first > self.shape.tiles:
             raise ValueError(f"key tiles {first} to {-(-length // lk)} do not fit a view of {self.shape.tiles}")

@@ -1,4 +1,4 @@
-"""The host's side of a run, in pyxrt's calls; the same for the hardware (pyxrt) and for sim-npu1 (xrt_sim).
+"""The host side of a run, through pyxrt's API; the same for the hardware (pyxrt) and for sim-npu1 (xrt_sim).
 
     host = open_host("sim", folder)
     host.run([Job(design, {"A": a, "B": b}, {"C": c})])      inputs are copied in, outputs copied out
@@ -29,7 +29,7 @@ from hybrid.kernels.npu.design import DTYPES, Design
 from hybrid.kernels.npu.resident import Resident
 
 Reader = Callable[[np.ndarray], None]
-"""Takes an output where it lies: the buffer's host copy, flat and typed, until it returns."""
+"""Takes an output in place: the buffer's host copy, flat and typed, valid until it returns."""
 RUNLISTS = (2, 20)
 """The XRT version whose pyxrt has `runlist` first."""
 NEEDED = (
@@ -80,7 +80,7 @@ class Job:
         return np.ascontiguousarray(given).reshape(-1)
 
     def deliver(self, name: str, data: np.ndarray) -> None:
-        """Give an output, flat, to whoever wants it."""
+        """Pass a flat output to its callback."""
         out = self.outputs[name]
         if isinstance(out, np.ndarray):
             out.reshape(-1)[:] = data

@@ -1,11 +1,10 @@
-"""sim-npu1: a stand-in for the module `pyxrt` that runs designs in the interpreter. Asked for by --npu sim, never
-taken.
+"""sim-npu1: a stand-in for the module `pyxrt` that runs designs in the interpreter. Used only with --npu sim.
 
-It keeps to pyxrt's surface (pyxrt.toml) and to its traps: a started run goes on by itself (a thread for each opened
-device, one run at a time, in the order of their starts) until somebody waits for it; a buffer has a host copy and a
+It keeps to pyxrt's surface (pyxrt.toml) and to its traps: a started run executes in the background (a thread for each opened
+device, one run at a time, in the order of their starts) until the host waits for it; a buffer has a host copy and a
 device copy, and only sync moves bytes between them; calling a kernel swallows arguments that it cannot cast; a run that
 deadlocks ends in ERT_CMD_STATE_TIMEOUT and takes its context with it; the driver opens six contexts, and dropping one
-of several breaks those that stay. What would crash the process raises WouldCrash. Its time is nobody's measurement.
+of several breaks those that stay. What would crash the process raises WouldCrash. Its time is not a measurement.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hybrid.kernels.npu.objects import on_this_computer
 from hybrid.kernels.npu.reader import read
 
 NAME = "sim-npu1"
-POISON = 0x5C  # device memory that nobody wrote
+POISON = 0x5C  # unwritten device memory
 OPCODE = 3  # run an instruction stream
 _GONE = "DRM_IOCTL_AMDXDNA_EXEC_CMD IOCTL failed (err=-19): No such device"
 FIRST = 3  # kernel arguments before the buffers: opcode, instructions, their length in bytes
@@ -151,7 +150,7 @@ def _serve(runs: SimpleQueue[run | None]) -> None:
         done = one._done
         with _computing:
             one._execute()
-        del one  # whoever waits may drop the run, and with it its context, at once
+        del one  # the waiter may drop the run, and with it its context, at once
         done.set()
 
 
@@ -272,7 +271,7 @@ class bo:
         return self._base
 
 
-_heap = [0]  # bytes of instruction buffers, which lie in the device's heap
+_heap = [0]  # bytes of instruction buffers, which are in the device's heap
 
 
 def heap_taken() -> int:

@@ -24,9 +24,9 @@ Definition = Callable[..., tuple[np.ndarray, ...]]
 
 
 def _functions() -> Iterator[tuple[str, Definition]]:
-    """Of the modules of this package."""
+    """Functions of this package's modules."""
     for found in pkgutil.iter_modules(__path__):
-        if found.name != "device":  # it takes them from here
+        if found.name != "device":  # it imports them from here
             module = importlib.import_module(f"{__name__}.{found.name}")
             functions = inspect.getmembers(module, inspect.isfunction)
             yield from ((n, f) for n, f in functions if f.__module__.startswith(__name__))
@@ -35,11 +35,11 @@ def _functions() -> Iterator[tuple[str, Definition]]:
 _OPERATIONS = [path.stem for path in sorted((SPECS / "ops").glob("*.toml"))]
 _FUNCTIONS = dict(_functions())
 ORACLE: dict[str, Definition] = {op: _FUNCTIONS[op] for op in _OPERATIONS if op in _FUNCTIONS}
-"""By operation: the function of its name."""
+"""Functions by operation name."""
 
 
 def step(op: str, result: str) -> Definition:
-    """What makes one result of an operation of inputs and earlier results: the function OPERATION_RESULT."""
+    """Functions OPERATION_RESULT, which compute one result of an operation from inputs and earlier results."""
     return _FUNCTIONS[f"{op}_{result}"]
 
 
@@ -65,7 +65,7 @@ def call(
 
 
 def encoded(what: str, results: tuple[np.ndarray, ...], outputs: Mapping[str, str]) -> dict[str, Tensor]:
-    """A function's results rounded to the storage types of `outputs`, by name. TypeError if their count is wrong."""
+    """A function's results rounded to the storage types of `outputs`, by name. TypeError for a wrong count."""
     if len(results) != len(outputs):
         raise TypeError(f"{what} returned {len(results)} arrays for the outputs {list(outputs)}")
     return {name: encode(r, dtype) for r, (name, dtype) in zip(results, outputs.items(), strict=True)}

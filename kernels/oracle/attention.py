@@ -18,8 +18,8 @@ Where = tuple[np.ndarray, np.ndarray]  # block and row of each position
 
 
 def rotate(x: np.ndarray, rope: np.ndarray) -> np.ndarray:
-    """Half-split RoPE: x [T, heads, D], rope [T, R] (R/2 cosines, then R/2 sines); element i < R/2 pairs with i + D/2,
-    the others stay."""
+    """Half-split RoPE: x [T, heads, D], rope [T, R] (R/2 cosines, then R/2 sines). Element i < R/2 pairs with i + D/2;
+    the rest is unchanged."""
     half, pairs = x.shape[-1] // 2, rope.shape[-1] // 2
     cos, sin = rope[:, None, :pairs], rope[:, None, pairs:]
     a, b = x[..., :pairs], x[..., half : half + pairs]
@@ -42,9 +42,9 @@ def qk_norm_rope_append(
     value_norm: int = 0,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
-    """q[T,HQ*D]: per-head rms * weight, then RoPE. k likewise, and v as it is or normed without a weight, go into the
-    caches [B,BS,HK,D]: position p of slot s at block block_table[s, p // BS], row p % BS. projections: what follows the
-    queries in qkv: 2: keys and values, 1: keys, which are the values too, 0: nothing, and nothing is appended."""
+    """q[T,HQ*D]: per-head rms * weight, then RoPE. k likewise, and v unchanged or normed without a weight, go into the
+    caches [B,BS,HK,D]: position p of slot s at block block_table[s, p // BS], row p % BS. projections: what comes after
+    the queries in qkv: 2: keys and values, 1: keys that are also the values, 0: nothing, and nothing is appended."""
     _, block_size, kv_heads, d = k_cache.shape
     heads = qkv.astype(real, copy=False).reshape(len(qkv), -1, d)
     n_heads = heads.shape[1] - projections * kv_heads
@@ -60,8 +60,8 @@ def qk_norm_rope_append(
 
 
 def append(cache: Cache, where: Where, heads: np.ndarray) -> None:
-    """heads [n, HK, D] become the positions `where` of a cache. q8_0: codes as of q8_act activations, scale = amax /
-    127 in float32, which is then rounded to float16."""
+    """Write heads [n, HK, D] to the positions `where` of a cache. q8_0: codes as of q8_act activations, scale = amax /
+    127 in float32, then rounded to float16."""
     if isinstance(cache, Tensor):
         codes, scales = quantise(heads, "q8_act").parts
         with np.errstate(over="ignore"):
@@ -105,7 +105,7 @@ def attention(
             visible = keys <= pos[:, None]
             if window > 0:
                 visible &= pos[:, None] - keys < window
-            seen = visible.any(axis=0)  # what no row sees may hold anything
+            seen = visible.any(axis=0)  # positions that no row sees may hold anything, NaN included
             visible, keys = visible[:, seen], keys[seen]
             o[chunk] = _one_slot(q[chunk], k_cache, v_cache, block_table[slot], keys, visible, scale, real)
     return (o,)
@@ -141,7 +141,7 @@ def decode_attention(
     value_norm: int = 0,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
-    """o[T,HQ*D]: qk_norm_rope_append, then attention over the cache that it has extended. One row per slot."""
+    """o[T,HQ*D]: qk_norm_rope_append, then attention over the extended cache. One row per slot."""
     (q,) = qk_norm_rope_append(
         qkv=qkv,
         w_q_norm=w_q_norm,
@@ -173,7 +173,7 @@ def decode_attention(
 def decode_attention_o(
     *, k_cache: np.ndarray, v_cache: np.ndarray, scale: float, window: int, real: Real = np.float64, **others: Any
 ) -> tuple[np.ndarray]:
-    """Of caches that have been extended already."""
+    """decode_attention over caches that are already extended."""
     (q,) = qk_norm_rope_append(k_cache=k_cache.copy(), v_cache=v_cache.copy(), real=real, **others)
     routes = {n: others[n] for n in ("slots", "positions", "block_table")}
     return attention(q=q, k_cache=k_cache, v_cache=v_cache, scale=scale, window=window, real=real, **routes)

@@ -1,4 +1,4 @@
-"""The device `cpu`: a plan run by the oracle's functions in float32, for machines with nothing better."""
+"""The device `cpu`: a plan run by the oracle's functions in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distribution that a token is chosen from: adjusted for a sequence, and reported as log-probabilities."""
+"""Logits before sampling, adjusted for a sequence, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from hybrid.quant.codec import Real
 
 BIASES, MASKED = 4, -np.inf
-WANTED = 6  # the word of params that says how many of the most likely ids are wanted
+WANTED = 6  # word of params: the number of most likely ids to report
 
 
 def adjust_logits(
@@ -25,7 +25,7 @@ def adjust_logits(
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
     """adjusted[O,V]: each row penalised by its sequence's tokens up to its own position, biased and masked; see
-    specs/ops/adjust_logits.toml. What is NaN or +infinity stays, so that it is still reported."""
+    specs/ops/adjust_logits.toml. NaN and +infinity stay, so that they are still reported."""
     vocab = logits.shape[1]
     adjusted = logits.astype(real)
     for z, source, mask_row in zip(adjusted, out_rows, mask_rows, strict=True):
@@ -64,8 +64,8 @@ def logprobs(
     valid: int,
     real: Real = np.float64,
 ) -> tuple[()]:
-    """For each output row of logits[O,V] whose slot wants n > 0: ids and log-probabilities of the chosen token (element
-    0) and of the n most likely ids < valid, in top_ids and top_logprobs [slot, (position + 1) % 64]."""
+    """For each output row of logits[O,V] whose slot wants n > 0: ids and log-probabilities of the sampled token
+    (element 0) and of the n most likely ids < valid, in top_ids and top_logprobs [slot, (position + 1) % 64]."""
     ring, most = top_ids.shape[1], top_ids.shape[2] - 1
     for row, source in zip(logits, out_rows, strict=True):
         slot, chosen_at = slots[source], int(positions[source]) + 1
@@ -89,7 +89,7 @@ def logprobs(
 
 
 def most_likely(row: np.ndarray, n: int) -> np.ndarray:
-    """Ids of the n greatest of a row that are above -infinity, falling, the lower id first at a tie."""
+    """Ids of a row's n greatest logits above -infinity, descending, the lower id first at a tie."""
     least = np.partition(row, -n)[-n] if n < len(row) else -np.inf
     ids = np.flatnonzero((row >= least) & (row > -np.inf))
     return ids[np.argsort(-row[ids], kind="stable")][:n]

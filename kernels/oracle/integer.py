@@ -1,4 +1,4 @@
-"""Products of int8 codes that were quantised per row: what integer matrix units compute before any scale."""
+"""Products of int8 codes quantised per row: the unscaled results of integer matrix units."""
 
 from __future__ import annotations
 

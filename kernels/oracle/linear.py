@@ -50,7 +50,7 @@ def logits(*, x: Value, w: Value, out_rows: np.ndarray, softcap: float, real: Re
 
 
 def dequantize(*, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
-    """y[N,K] = the numbers of w."""
+    """y[N,K] = w dequantised."""
     return (dequantise(w, real),)
 
 

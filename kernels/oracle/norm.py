@@ -41,7 +41,7 @@ def add_rmsnorm_y(*, sum: np.ndarray, w_next: np.ndarray, eps: float, real: Real
 def add_norm(
     *, a: np.ndarray, residual: np.ndarray, w_post: np.ndarray, eps: float, real: Real = np.float64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """sum[T,H] = residual + rms(a) * w_post, and again as y[T,H], the next matrix's input."""
+    """sum[T,H] = residual + rms(a) * w_post, also as y[T,H], the next matrix's input."""
     (normed,) = rmsnorm(x=a, w=w_post, eps=eps, real=real)
     total = normed + residual.astype(real, copy=False)
     return total, total

@@ -31,8 +31,8 @@ def begin_pass(
     real: Real = np.float64,
 ) -> tuple[()]:
     """tokens, positions, slots [R], out_rows, mask_rows [Q], live [8], entries of the tables [S,MB] and tokens of
-    history [S,C] for the pass turn[0] + 1, from the message of inbox [sets * N] with that number, or else from the pass
-    before."""
+    history [S,C] for pass turn[0] + 1: from the message of inbox [sets * N] with that number, else continued from the
+    previous pass."""
     turn[0] += 1
     messages = inbox.reshape(sets, -1)
     (found,) = np.nonzero(messages[:, 0].view(np.uint32) == turn[0])
@@ -57,7 +57,7 @@ def begin_pass(
     there = (slot >= 0) & (slot < len(next_token))
     known = np.where(there, slot, 0)
     follows = token <= FOLLOWS
-    other = np.where(follows, FOLLOWS, -2) - token  # slot of guesses, where the token is from there
+    other = np.where(follows, FOLLOWS, -2) - token  # slot of draft tokens, where the token is a draft
     theirs = (token < -1) & (other < len(known_until))
     until = np.where(theirs, known_until[np.where(theirs, other, 0)], -1)
     behind = np.where(follows & theirs, np.minimum(next_position[known], until), next_position[known])

@@ -76,5 +76,5 @@ def take_rows(*, x: np.ndarray, out_rows: np.ndarray, real: Real = np.float64) -
 def take_routes(
     *, all_positions: np.ndarray, all_slots: np.ndarray, out_rows: np.ndarray, real: Real = np.float64
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Position and slot of each wanted row, i32 [O], and its own number 0..O-1 among them."""
+    """Position and slot of each wanted row, i32 [O], and its index 0..O-1."""
     return all_positions[out_rows], all_slots[out_rows], np.arange(len(out_rows), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Choosing tokens."""
+"""Sampling of tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gumbel(seed_lo: int, seed_hi: int, position: int, ids: np.ndarray) -> np.nda
 
 def choose(logits: np.ndarray, params: np.ndarray, position: int, real: Real = np.float64) -> int:
     """Token id for one row of logits [valid] by its parameter words u32 [8]: temperature (f32 bits), top_k, top_p,
-    min_p (f32 bits), seed low, seed high. NOT_FINITE where one of them is NaN or +inf, or none is above -inf."""
+    min_p (f32 bits), seed low, seed high. NOT_FINITE where a logit is NaN or +inf, or none is above -inf."""
     temperature, top_p, min_p = (float(x) for x in params[[0, 2, 3]].view(np.float32))
     z = logits.astype(real)
     greatest = z.max()
@@ -69,9 +69,9 @@ def sample(
     valid: int,
     real: Real = np.float64,
 ) -> tuple[()]:
-    """For each output row of logits[O,V]: choose among ids < valid, then set next_token[slot], next_position[slot]
-    = pos + 1 and history[slot, pos + 1] (if it has that column). Logits that are not finite leave next_token as it was,
-    a token that can be run, and NOT_FINITE in history."""
+    """For each output row of logits[O,V]: sample among ids < valid, then set next_token[slot], next_position[slot] =
+    pos + 1 and history[slot, pos + 1] (if that column exists). With non-finite logits next_token keeps its valid token
+    and history gets NOT_FINITE."""
     for row, source in zip(logits, out_rows, strict=True):
         slot, pos = slots[source], int(positions[source])
         token = choose(row[:valid], params[slot], pos, real)

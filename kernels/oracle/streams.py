@@ -1,5 +1,5 @@
-"""AltUp's streams and LAuReL (Gemma 3n): a token has A residual streams, one after another in a row of A*H, of which
-stream 0, the active one, goes through the layer; the others are predicted before it and corrected after it."""
+"""AltUp's streams and LAuReL (Gemma 3n). A token has A residual streams, stored one after another in a row of A*H.
+Stream 0, the active one, goes through the layer; the rest are predicted before it and corrected after it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def altup_add(
 
 
 def altup_unembed(*, streams: np.ndarray, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
-    """z[T,(A-1)*H]: stream i times its own matrix, rows (i-1)*H .. i*H of w[(A-1)*H,H]."""
+    """z[T,(A-1)*H]: stream i times its matrix, rows (i-1)*H .. i*H of w[(A-1)*H,H]."""
     h = w.shape[1]
     each = [linear(x=streams[:, i + h : i + 2 * h], w=rows(w, i, i + h), real=real)[0] for i in range(0, w.shape[0], h)]
     return (np.concatenate(each, axis=1),)

@@ -1,4 +1,4 @@
-"""Which guessed tokens are the ones that were chosen."""
+"""Verification of draft tokens against sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def verify(
     accepted: np.ndarray,
     real: Real = np.float64,
 ) -> tuple[()]:
-    """For each run of output rows (one slot, consecutive positions): its rows after the first are guesses, and
-    history[S,C] has the choice after each row. accepted[slot]: guesses that equal the choice before them, up to the
-    first that does not. next_token, next_position: the choice after the last row that stands, and its place, if the run
-    has guesses."""
+    """For each run of output rows (one slot, consecutive positions): the rows after the first hold draft tokens, and
+    history[S,C] has the token sampled after each row. accepted[slot]: drafts equal to the sampled token before them, up
+    to the first mismatch. next_token, next_position: the token sampled after the last accepted row, and its position,
+    if the run has drafts."""
 
     def choice(row: int) -> int | None:
         p = int(positions[row]) + 1

@@ -1,6 +1,7 @@
-"""The Vulkan devices of this process that are open, and those that were closed while work that does not end held their
-objects: closed at its end, freed when that work has ended, and left alone in a process that was forked from this
-one."""
+"""Open Vulkan devices of this process, and closed devices whose work has not ended.
+
+Open devices are closed at exit. Closed devices are freed once their work has ended. A forked child leaves both alone.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
 
 devices: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
 left: list[VulkanDevice] = []
-"""Closed, and not freed yet; those on another's queue before it."""
+"""Closed but not yet freed; siblings precede the device whose queue they share."""
 _parent = ""
 
 
 def parent() -> str:
-    """Names of the devices that the process from which this one was forked had open."""
+    """Names of the devices that the parent had open when it forked this process."""
     return _parent
 
 
 def free_left() -> None:
-    """Free devices that were closed too early, where their work has ended since."""
+    """Free closed devices whose work has ended since."""
     for device in list(left):
         q = device.unfreed
         if q is not None and q.process == os.getpid() and q.ended():
@@ -38,7 +39,7 @@ def free_left() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    # Drivers and layers have their own exit handlers: nothing of ours may outlive them.
+    # Drivers and layers have exit handlers of their own: our objects must be destroyed before those run.
     for close in (*(device.close for device in list(devices)), free_left):
         try:
             close()
@@ -47,7 +48,7 @@ def _close_all() -> None:
 
 
 def _forked() -> None:
-    """In a process forked from this one: its devices belong to the parent, and their drivers' threads stayed there."""
+    """In a forked child: the devices belong to the parent, and their drivers' threads did not survive the fork."""
     global _parent
     _parent = ", ".join(sorted(device.name for device in (*devices, *left)))
     for device in list(devices):

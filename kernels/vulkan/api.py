@@ -1,6 +1,6 @@
-"""The `vulkan` package (cffi over the loader), its absence and its errors.
+"""The `vulkan` package (cffi over the loader) and the backend's errors.
 
-`vk` has constructors, constants and wrapped functions; `lib` the driver's own, for what is called often.
+`vk`: constructors, constants and wrapped functions. `lib`: raw driver functions, for frequent calls.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class VulkanError(RuntimeError):
 
 
 class VulkanLost(VulkanError, DeviceLost):
-    """The driver gave the device up, or work has not ended within its bound: close the device and open it again."""
+    """The driver reported the device as lost, or work exceeded its time bound: close the device and open it again."""
 
 
 class ForkedDevice(VulkanError):
-    """Another process's device: this one was forked from the process that opened it."""
+    """The device was opened by the process from which this one was forked."""
 
 
 class OutOfDeviceMemory(VulkanError, MemoryError):
@@ -73,7 +73,7 @@ def check(result: int, doing: str) -> None:
 def forked_message(device: str) -> str:
     return (
         f"{device} was open when this process was forked from its parent, and drivers do not survive that: load the model in "
-        "a process that is started anew (multiprocessing.set_start_method('spawn')), or fork before it is loaded"
+        "a spawned process (multiprocessing.set_start_method('spawn')), or fork before it is loaded"
     )
 
 
@@ -81,8 +81,8 @@ def late_message(device: str, ticket: int, seconds: float) -> str:
     waited = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
     return (
         f"{device} has not finished submit {ticket} within {waited}, its bound (HYBRID_VULKAN_TIMEOUT sets the seconds): a "
-        "kernel or the driver hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); "
-        "close the model and load it again; until the work ends its memory stays taken"
+        "kernel or the driver hangs, or another program holds the GPU (the kernel log, dmesg, may say which); "
+        "close the model and load it again; its memory is not freed until the work ends"
     )
 
 

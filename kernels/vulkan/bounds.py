@@ -1,16 +1,13 @@
-"""How long the host waits for submitted work before it says that the device hangs: in proportion to the declared cost.
+"""Time bound of a wait for submitted work, in proportion to its declared cost.
 
     seconds = floor + NEIGHBOURS * SLACK * (bytes / bandwidth + operations / speed)
 
-bandwidth and speed are the device sheet's peaks, or where there is none what the slowest device of its class has. A
-pass may take SLACK times as long as the peaks say, and beside NEIGHBOURS other programs with a like share of the device
-that many times longer. The floor holds what no cost declares: switches of context, memory that was evicted, a driver
-that compiles.
+bandwidth and speed are the device sheet's peaks, else those of the slowest device of its class. SLACK is the allowed
+slowdown against the peaks, NEIGHBOURS the number of programs that may share the device. The floor covers what no
+operation declares: context switches, evicted memory, driver compilation.
 
-A CPU driver computes and compiles in this process's own threads, at a kernel's first dispatch too (llvmpipe: 6 s of
-processor time for the first pass of a 13 M model, 20 s on the clock beside ten other programs). What others leave of
-the processors is not its fault: there work is late when the clock and this process's processor time are beyond the
-bound, or the clock STARVED times that.
+A CPU driver computes and compiles in this process's own threads, and other processes may starve it. Its work is late
+when both wall time and this process's CPU time exceed the bound, or wall time exceeds STARVED times the bound.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from hybrid.spec.op import load_ops
 
 NEIGHBOURS = 20
 SLACK = 10  # exact kernels in float32 reach a third of an H200's peak, the smallest dispatches far less
-FLOOR_S, CPU_FLOOR_S = 10.0, 60.0  # of a real GPU; of a CPU driver, whose threads wait for a core as others do
+FLOOR_S, CPU_FLOOR_S = 10.0, 60.0  # of a real GPU; of a CPU driver, whose threads compete for cores
 STARVED = 10
 CLASSES = {"discrete": (50.0, 1.0), "integrated": (20.0, 0.2), "cpu": (2.0, 0.002)}  # GB/s, TFLOPS in float32
 OTHER = CLASSES["integrated"]  # virtual devices, and those of no stated kind
@@ -34,37 +31,37 @@ OTHER = CLASSES["integrated"]  # virtual devices, and those of no stated kind
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one device. flat: seconds that every wait may take instead, whatever was submitted."""
+    """Parameters of one device's bounds. flat: seconds for every wait, regardless of cost."""
 
     floor: float
     gb_s: float
     tflops: float
     flat: float | None = None
     own: bool = False
-    """Does the device compute in this process's threads?"""
+    """The device computes in this process's threads."""
 
     def __post_init__(self) -> None:
         if not (self.floor > 0 and self.gb_s > 0 and self.tflops > 0 and (self.flat is None or self.flat > 0)):
             raise ValueError(f"bounds must be above 0: {self}")
 
     def seconds(self, cost: Cost) -> float:
-        """For work of this cost with nothing queued before it."""
+        """Bound for work of this cost with nothing queued before it."""
         if self.flat is not None:
             return self.flat
         at_peak = cost.nbytes / (self.gb_s * 1e9) + cost.flops / (self.tflops * 1e12)
         return self.floor + NEIGHBOURS * SLACK * at_peak
 
     def late(self, bound: float, waited: float, spent: float) -> float | None:
-        """How long a wait was given, once that is over; it has lasted `waited` seconds, of which this process had
-        `spent` of processor time."""
+        """Seconds to report as exceeded, or None while the wait is in time. waited: seconds so far; spent: CPU seconds
+        of this process in them."""
         if not self.own or self.flat is not None:
             return bound if waited > bound else None
         return waited if min(waited, spent) > bound or waited > STARVED * bound else None
 
 
 def bounds_of(info: DeviceInfo, timeout: float | None = None) -> Bounds:
-    """Of a device by its sheet, else its class. timeout, or HYBRID_VULKAN_TIMEOUT, makes them flat."""
-    from hybrid.spec.devicesheet import sheet_for  # a plan that is recorded on no device has no use for it
+    """Bounds of a device by its sheet, else its class. timeout, or HYBRID_VULKAN_TIMEOUT, makes them flat."""
+    from hybrid.spec.devicesheet import sheet_for  # not needed to record a plan without a device
 
     sheet = sheet_for(info.label)
     peak = sheet.peak if sheet else None
@@ -78,7 +75,7 @@ def bounds_of(info: DeviceInfo, timeout: float | None = None) -> Bounds:
 
 
 def declared(plan: Plan) -> Cost:
-    """Cost of a plan at its full context. Steps that no operation declares (tests' own kernels) count nothing."""
+    """Cost of a plan at its full context. Steps of undeclared operations (test kernels) cost nothing."""
     ops = load_ops()
     return sum((step_cost(plan, step) for step in plan.steps if step.op in ops), Cost())
 

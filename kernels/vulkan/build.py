@@ -1,10 +1,10 @@
-"""Slang shaders to SPIR-V, ahead of time: `python -m kernels.vulkan.build [--check] [--only PREFIX] [--out DIR]`.
+"""Compile Slang shaders to SPIR-V: `python -m kernels.vulkan.build [--check] [--only PREFIX] [--out DIR]`.
 
-Every shader has a sidecar `shaders/<shader>.toml` that lists its kernels and the cross product of their defines; lists
-of storage types have names (kernels/vulkan/types.py). Bindings, push constants and specialisation constants are read
-from the compiler's reflection. The SPIR-V is committed beside `manifest.json`, which holds them and binds each module
-to the digest of its sources (includes followed) and to the compiler, the one in the PyPI package `slangpy` (extra
-`kernels`): only people who change shaders need it.
+Each shader has a sidecar `shaders/<shader>.toml` that lists its kernels and the cross product of their defines. Lists
+of storage types have names (kernels/vulkan/types.py). Bindings, push constants and specialisation constants come from
+the compiler's reflection. The SPIR-V is committed with `manifest.json`, which records them and the digests of each
+module's sources (includes followed) and compiler. The compiler is in the PyPI package `slangpy` (extra `kernels`); only
+shader authors need it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from hybrid.kernels.vulkan.types import LISTS
 HERE = Path(__file__).resolve().parent
 SHADERS, SPIRV = HERE / "shaders", HERE / "spirv"
 OPTIONS = ("-target", "spirv", "-profile", "spirv_1_5", "-stage", "compute", "-O3")
-FORMAT = "3"  # of what is written: a new value makes everything be compiled again
+FORMAT = "3"  # of the output: a new value forces a full rebuild
 RENEW = "python -m kernels.vulkan.build"
 KEYS = {"name", "source", "entry", "defines"}
-# Of slang.h: SLANG_PARAMETER_CATEGORY_.
+# SLANG_PARAMETER_CATEGORY_* of slang.h.
 _UNIFORM, _DESCRIPTOR, _CONSTANT, _PUSH = 8, 9, 10, 11
 
 
@@ -56,7 +56,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One module to build: a kernel of a sidecar with its defines chosen."""
+    """One module to build: a sidecar's kernel with chosen defines."""
 
     module: str
     source: Path
@@ -73,15 +73,14 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a shader declares, used or not: ids of specialisation constants, storage buffers, bytes of push
-    constants."""
+    """A shader's declarations, used or not: ids of specialisation constants, storage buffers, push-constant bytes."""
 
     constants: Mapping[str, int]
     bindings: int
     push: int
 
 
-# --- what there is to build ------------------------------------------------------------------------------------------
+# --- variants ---------------------------------------------------------------------------------------------------------
 
 
 def _kernels(sidecar: Path) -> list[dict[str, Any]]:
@@ -123,7 +122,7 @@ def variants(source_dir: Path = SHADERS, only: str = "") -> list[Variant]:
 
 
 def _values(written: str | list[str]) -> list[str]:
-    """Of a define: each name of a list (types.py) stands for what it lists."""
+    """Values of a define, with list names (types.py) expanded."""
     return [v for w in ([written] if isinstance(written, str) else written) for v in LISTS.get(w, (w,))]
 
 
@@ -142,7 +141,7 @@ def sources(path: Path, seen: dict[Path, bytes] | None = None) -> dict[Path, byt
 
 @lru_cache(maxsize=1024)
 def _included(text: bytes) -> tuple[str, ...]:
-    """Names of the files that a text includes: hundreds of modules share most of theirs."""
+    """Names of the files that a text includes; cached, since modules share includes."""
     return tuple(name.decode() for name in re.findall(rb'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE))
 
 
@@ -152,7 +151,7 @@ def _sha256(text: bytes) -> bytes:
 
 
 def digest(variant: Variant) -> str:
-    """sha256 over names and texts of all sources and the compiler's arguments."""
+    """sha256 over the names and texts of all sources and the compiler arguments."""
     h = hashlib.sha256(json.dumps([FORMAT, *variant.arguments()]).encode())
     for path, text in sorted(sources(variant.source).items(), key=lambda item: item[0].name):
         h.update(path.name.encode() + b"\0" + _sha256(text))
@@ -192,10 +191,10 @@ class Slang:
         self.version = f"slangpy {importlib.metadata.version('slangpy')} ({found[0].name.split('.so.')[-1]})"
 
     def compile(self, source: Path, arguments: list[str], module: str) -> tuple[bytes, Interface]:
-        """SPIR-V of one entry point and what it declares; a BuildError carries the compiler's diagnostics."""
+        """SPIR-V and interface of one entry point; BuildError carries the compiler's diagnostics."""
         request = ctypes.c_void_p(self.lib.spCreateCompileRequest(self.session))
         try:
-            # Without -o the compiler keeps no code for the entry point.
+            # Without -o the compiler discards the entry point's code.
             with tempfile.TemporaryDirectory() as scratch:
                 words = [str(source), *arguments, "-I", str(source.parent), "-o", f"{scratch}/module.spv"]
                 argv = (ctypes.c_char_p * len(words))(*[w.encode() for w in words])
@@ -241,7 +240,7 @@ class Slang:
 
 @functools.cache
 def compiler() -> Slang:
-    """The process's compiler: its session takes a while to make."""
+    """The process's compiler, created once: creating its session is slow."""
     return Slang()
 
 
@@ -253,7 +252,7 @@ def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
 
 
 def _entry(variant: Variant, of_sources: str, compiled_by: str, code: bytes) -> dict[str, Any]:
-    """What the manifest says of a module beside its interface."""
+    """A module's manifest entry, without its interface."""
     return {
         "source": variant.source.name,
         "digest": of_sources,
@@ -264,7 +263,7 @@ def _entry(variant: Variant, of_sources: str, compiled_by: str, code: bytes) -> 
 
 
 def compile_all(wanted: list[Variant]) -> list[tuple[bytes, dict[str, Any]]]:
-    """compile_variant of each, on every core where there are enough of them to pay for the processes."""
+    """compile_variant of each; in worker processes where there are enough of them."""
     with progress_bar(len(wanted), "shaders", False, "modules", after=1.0) as advance, contextlib.ExitStack() as held:
         made: Iterator[tuple[bytes, dict[str, Any]]] = map(compile_variant, wanted)
         if len(wanted) >= 16:
@@ -277,7 +276,7 @@ def compile_all(wanted: list[Variant]) -> list[tuple[bytes, dict[str, Any]]]:
         return found
 
 
-# --- the folder of built modules -------------------------------------------------------------------------------------
+# --- output folder ----------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -287,7 +286,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    # Two builds of different parts may run at once: each merges its own entries under the lock.
+    # Concurrent builds of different modules merge their entries under the lock.
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -326,7 +325,7 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
             if name not in {v.module for v in wanted}:
                 del merged[name]
                 modules.path_of(out_dir, name).unlink(missing_ok=True)
-        # One line per module: merges and diffs stay readable.
+        # One line per module keeps merges and diffs readable.
         lines = [f"{json.dumps(k)}: {json.dumps(merged[k], sort_keys=True)}" for k in sorted(merged)]
         temporary = out_dir / f"manifest.{os.getpid()}.tmp"
         temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -335,9 +334,11 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
 
 
 def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", share: int = 1) -> list[str]:
-    """Rebuild in memory and compare with the committed files; returns one line per difference. Of modules whose
-    digests, of sources and of SPIR-V, are those of the manifest only one in `share` is rebuilt: which ones changes with
-    their sources."""
+    """Rebuild in memory and compare with the committed files; returns one line per difference.
+
+    Of modules whose source and SPIR-V digests match the manifest only one in `share` is rebuilt. The selection changes
+    with
+    the sources."""
     manifest, problems = read_manifest(out_dir), []
     wanted = [(v, digest(v)) for v in variants(source_dir, only)]
     rebuilt = [
@@ -360,7 +361,7 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
 
 
 def _stored(out_dir: Path, name: str) -> bytes | None:
-    """The module in the folder; None: there is none, or it is damaged."""
+    """The stored module, or None if it is missing or damaged."""
     try:
         return modules.read(out_dir, name)
     except (FileNotFoundError, SpirvError):
@@ -368,7 +369,7 @@ def _stored(out_dir: Path, name: str) -> bytes | None:
 
 
 def _recorded(v: Variant, of_sources: str, entry: Mapping[str, Any] | None, out_dir: Path) -> bool:
-    """Is the manifest's entry that of these sources, of this compiler and of the SPIR-V in the folder?"""
+    """Whether the manifest's entry matches these sources, this compiler and the stored SPIR-V."""
     code = _stored(out_dir, v.module)
     if entry is None or code is None:
         return False

@@ -1,4 +1,4 @@
-"""The paged KV cache as kernels address it: checks and the numbers that go into push constants."""
+"""Addressing of the paged KV cache: checks, and the numbers in push constants."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CacheLayout:
 
 
 def cache_layout(step: Step, t: Mapping[str, DeviceTensor]) -> CacheLayout:
-    """The layout of a step's k_cache, v_cache [B,BS,HK,D] and block_table [S,MB]; VulkanError where the kernels cannot
-    address it."""
+    """Layout of a step's k_cache, v_cache [B,BS,HK,D] and block_table [S,MB]. VulkanError for one that the kernels
+    cannot address."""
     d, dtype = step.bind["D"], t["k_cache"].dtype
     if d % 16:
         raise VulkanError(f"step {step.name}: the Vulkan kernels need a head_dim that is a multiple of 16, not D = {d}")

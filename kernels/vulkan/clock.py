@@ -1,5 +1,4 @@
-"""VK_EXT_calibrated_timestamps: a device's ticks on the host's clock, so that several devices share one axis in a
-trace."""
+"""VK_EXT_calibrated_timestamps: device ticks on the host's clock, so that a trace has one time axis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Weights that are also stored by columns (columns.slang), for products that read few of them (sparse_down.slang): a tensor
-beside the one that was stored, of the same bytes, made by one dispatch when the first plan that reads it is
-compiled."""
+"""Column-major copies of weights (columns.slang), for products that read few columns (sparse_down.slang).
+
+A copy has the weight's size and is stored beside it. One dispatch makes it when the first plan that reads it is
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,24 @@ _CODES_OF_WORD = {"q8_0": 4, "q4_0": 8}
 
 
 def most_rows(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
-    """Rows of a pass up to which this class of devices reads a sparse feed-forward's down matrix [H, F] by columns; 0:
+    """Most rows of a pass for which this device class reads a sparse feed-forward's down matrix [H, F] by columns; 0:
     never."""
     n, f = shape
     return tuning.choose("sparse_down", {"most": 0}, w=dtype, n=n, k=f)["most"] if dtype in SCALED else 0
 
 
 def second_layout(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
-    """Its bytes; 0 where it is not made."""
+    """Bytes of the column-major copy; 0 where none is made."""
     return DTYPES[dtype].nbytes(shape) if most_rows(tuning, dtype, shape) else 0
 
 
 def fits(w: DeviceTensor) -> bool:
-    """Whether a weight [H, F] can be stored by columns: a type that has the kernel, in one chunk."""
+    """Whether a weight [H, F] can be stored by columns: its type has the kernel, and it is one chunk."""
     return w.dtype in SCALED and len(w.chunks) == 1
 
 
 def lay_out(device: Any, w: DeviceTensor, by_columns: DeviceTensor) -> None:
-    """Fill `by_columns` from `w`; returns when that is done."""
+    """Fill `by_columns` from `w`; returns when the copy is complete."""
     n, f = w.shape
     groups = -(-n * f // _CODES_OF_WORD[w.dtype] // WORDS_OF_GROUP)
     recorder = Recorder(device, w.parts[0])

@@ -53,19 +53,18 @@ def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
 
 
 class VulkanDevice(Storage, SingleDevice):
-    """hybrid.core.device.Device on Vulkan; also what bindings see as `rec.device`.
+    """hybrid.core.device.Device on Vulkan; bindings see it as `rec.device`.
 
-    selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
-    max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern
-    around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
-    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that every wait may take
-    (None: HYBRID_VULKAN_TIMEOUT, else in proportion to what is waited for: bounds.py). staging: bytes of one staging
-    chunk. tuning: another class's table (kernels/vulkan/tuning) than this device's own. without: features (has) to do
-    as though it lacked them, so that kernels of lesser devices are proved on it too. on: an open device whose queue
-    this one shares (`sibling`).
+    selector: see open_device. spirv: folder of built kernels. bindings: replacement bindings by operation. max_range:
+    lower limit (bytes) of one storage buffer; larger weights are split. guard: guard bytes around every tensor,
+    activations included, for check_guards(). budget: most bytes of device memory. validation: True, 'sync' or None
+    (HYBRID_VULKAN_VALIDATION decides). timeout: seconds for every wait (None: HYBRID_VULKAN_TIMEOUT, else in
+    proportion to the submitted cost: bounds.py). staging: bytes of one staging chunk. tuning: another class's table
+    (kernels/vulkan/tuning.py). without: features (see `has`) to disable, to test kernels of lesser devices. on: an
+    open device whose queue this one shares (`sibling`).
 
-    A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it
-    and open another. One that was open when this process was forked from its own raises ForkedDevice.
+    After a device loss or timeout every call raises VulkanLost: close() the device and open another. In a forked
+    child the parent's device raises ForkedDevice.
     """
 
     backend = "vulkan"
@@ -93,7 +92,7 @@ class VulkanDevice(Storage, SingleDevice):
     ) -> None:
         self._queue: Queue | None = None
         self.unfreed: Queue | None = None
-        """Of a device that was closed too early."""
+        """Queue of a device that was closed while its work was running."""
         self._closing = ExitStack()  # everything made here, freed in reverse order
         self._siblings: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
         if parent := alive.parent():
@@ -108,7 +107,7 @@ class VulkanDevice(Storage, SingleDevice):
         self._queue, self.handle, self.counters = q, q.handle, Counters()
         self.name, self.info, self.report = q.info.label, q.info, q.report
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
-        # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
+        # A weight's chunk is one binding in one allocation; the limit of an allocation may be lower.
         limits = self.report.limits
         self.max_range = min(
             limits.max_storage_range, limits.max_buffer, limits.max_allocation, max_range or sys.maxsize
@@ -162,30 +161,31 @@ class VulkanDevice(Storage, SingleDevice):
         return self._queue
 
     def shares(self, name: str) -> bool:
-        """Whether a tensor is one of the device beside which this one was opened."""
+        """Whether a tensor belongs to the device whose queue this one shares."""
         return name in self._lent and self._tensors.get(name) is self._lent[name]
 
     def sibling(self, lent: Mapping[str, str] | None = None, **options: Any) -> VulkanDevice:
-        """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one
-        order, and the GPU changes no context between them. Pipelines are built once for both. A loss is of both;
-        closing this one closes it. lent: Device.sibling."""
+        """Another device on the same queue, with its own tensors and programs.
+
+        Submits to both run in one order, without context switches. Pipelines are built once for both. A device loss
+        affects both. Closing this device closes the sibling. lent: see Device.sibling."""
         made = type(self)(on=self, **options)
         made._lent = {theirs: self.tensor(ours) for theirs, ours in (lent or {}).items()}
         return made
 
-    # --- what bindings ask -------------------------------------------------------------------------------------------
+    # --- interface for bindings ---------------------------------------------------------------------------------------
 
     def kernel(self, name: str, **constants: int) -> Kernel:
-        """A kernel of the SPIR-V folder; built on first use and kept."""
+        """A kernel of the SPIR-V folder, built on first use and cached."""
         self.check_open()
         return self._kernels.get(name, constants)
 
     def kernels_named(self, prefix: str) -> list[str]:
-        """The built modules whose names begin so."""
+        """Built modules whose names begin with `prefix`."""
         return self._kernels.named(prefix)
 
     def has(self, feature: str) -> bool:
-        """`cooperative_matrix`, or any feature or extension of the report, present and switched on."""
+        """Whether `cooperative_matrix`, or any feature or extension of the report, is present and enabled."""
         return self.report.has(feature)
 
     def few_rows(self, hidden: int) -> int:
@@ -198,8 +198,8 @@ class VulkanDevice(Storage, SingleDevice):
 
     @contextmanager
     def loading(self, nbytes: int) -> Iterator[None]:
-        """See Device.loading. Holds staging memory: three slots of at most repack.LOAD_BYTES, twice where the device
-        does not compute on host memory. After an error, nothing is left of what was stored."""
+        """See Device.loading. Allocates three staging slots of at most repack.LOAD_BYTES, twice that where the device
+        cannot compute on host memory. After an error the tensors stored within are dropped."""
         self.check_open()
         if self.loader is not None:
             raise VulkanError(f"{self.name} is loading already")
@@ -220,8 +220,9 @@ class VulkanDevice(Storage, SingleDevice):
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
-        """Make the arena of activations at least this large, before plans are compiled into it; and the scratch memory
-        as large as the kernels of `plans` need it: growing later would leave the smaller pieces behind."""
+        """Grow the activation arena to at least this size, before plans are compiled into it.
+
+        Also allocates scratch memory for the kernels of `plans`: growing it later would keep the smaller pieces."""
         self.check_open()
         self._reserve_scratch(plans)
         if self._arena is not None:
@@ -243,7 +244,7 @@ class VulkanDevice(Storage, SingleDevice):
             self.scratch(most)
 
     def scratch(self, nbytes: int) -> Slice:
-        """Memory for steps' temporaries, shared by all programs; grows by a new allocation when a plan needs more."""
+        """Scratch memory for steps' temporaries, shared by all programs. A larger request adds an allocation."""
         if not (fitting := [s for s in self._scratch if s.size >= nbytes]):
             fitting = [self.memory_pool.allocate(nbytes, "scratch")]
             self._scratch += fitting
@@ -252,8 +253,8 @@ class VulkanDevice(Storage, SingleDevice):
     def compile(
         self, plan: Plan, profile: bool = False, cooperative: bool = True, bindings: Mapping[str, Binding] | None = None
     ) -> Program:
-        """Everything expensive: pipelines, descriptors, recording. With `profile`, times() has each step's time.
-        `bindings`: of this program, instead of the device's."""
+        """Build pipelines, write descriptors, record commands. With `profile`, times() returns each step's time.
+        `bindings`: for this program, instead of the device's."""
         if profile and not self.timestamp_bits:
             raise VulkanError(f"{self.name} has no timestamps on its queue; run without profiling")
         self.reserve(0 if self.guard else plan.arena_bytes)
@@ -273,7 +274,7 @@ class VulkanDevice(Storage, SingleDevice):
         return program
 
     def _bind(self, plan: Plan, decl: TensorDecl, owned: list[str]) -> DeviceTensor:
-        """The device tensor of a declaration: the rows it names of a stored one, or its place in the arena."""
+        """The tensor of a declaration: the first rows of a stored tensor, or its range of the arena."""
         if decl.kind != "activation":
             stored = self.tensor(decl.name)
             if stored.dtype != decl.dtype or (decl.kind == "weight" and stored.shape != decl.shape):
@@ -282,13 +283,13 @@ class VulkanDevice(Storage, SingleDevice):
                     f"{stored.dtype}{list(stored.shape)}"
                 )
             return stored.prefix(decl.shape)
-        if self.guard:  # every activation in memory of its own, so that a write past its end is seen
+        if self.guard:  # activations get separate memory, so that a write past the end is detected
             name = f"{plan.name}:{decl.name}"
             while name in self._tensors:
                 name += "'"
             owned.append(name)
             return self.add(TensorDecl(name, decl.dtype, decl.shape, "activation"), "device")
-        split_rows(decl, self.max_range)  # raises for one that could not be bound
+        split_rows(decl, self.max_range)  # raises for a tensor that cannot be bound
         if self._arena is None or decl.offset + decl.nbytes > plan.arena_bytes:
             raise ValueError(
                 f"plan {plan.name}: {decl.name} at {decl.offset} is outside its arena of {plan.arena_bytes} bytes"
@@ -314,7 +315,7 @@ class VulkanDevice(Storage, SingleDevice):
         return ticket
 
     def submit_command(self, command: Any, cost: Cost) -> int:
-        """Submit a command buffer of no program, without more ado."""
+        """Submit a command buffer that belongs to no program, without flushing uploads."""
         self.counters.submits += 1
         return self._submit_now(self.submit_info(command, 1, lambda: cost))
 
@@ -335,7 +336,7 @@ class VulkanDevice(Storage, SingleDevice):
         return self.memory_pool.available("device")
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by purpose; `scratch` and `programs` (grids) beside the protocol's."""
+        """Bytes held, by purpose; adds `scratch` and `programs` (grids) to the protocol's."""
         names = ("weights", "state", "io", "activations", "staging", "scratch", "programs")
         return {name: self.memory_pool.held.get(name, 0) for name in names}
 
@@ -362,7 +363,7 @@ class VulkanDevice(Storage, SingleDevice):
             self.memory_pool.release(self._arena, "activations")
         self._arena, self._scratch = None, []
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
         if self._queue is None:
@@ -371,11 +372,11 @@ class VulkanDevice(Storage, SingleDevice):
             raise self._queue.gone()
 
     def at_close(self, call: Callable[[], object]) -> None:
-        """Have this done when the device is closed and its work has ended, before its own objects go."""
+        """Register a call for when the device is closed and its work has ended, before its objects are destroyed."""
         self._closing.callback(call)
 
     def forked(self) -> None:
-        """This process is a copy of the one that opened the device."""
+        """Mark the device unusable in a forked child."""
         if self._queue is not None:
             self._queue.forked()
 
@@ -385,42 +386,42 @@ class VulkanDevice(Storage, SingleDevice):
             self._queue.check_validation()
 
     def close(self) -> None:
-        """Free every Vulkan object, in order; then raise if the validation layer had something to say.
+        """Free every Vulkan object, in order; then raise if the validation layer reported anything.
 
-        Waits for what was submitted, within its bound. What still runs then keeps its objects, for a driver may hang or
-        crash where they are destroyed: that is logged, and they are freed when it has ended (free_left). In a process
-        that was forked from the device's own nothing is released."""
+        Waits for submitted work, within its bound. Objects of work that is still running are kept (logged), since
+        drivers may hang or crash on destroying them; free_left frees them once the work has ended. A forked child
+        releases nothing."""
         q, self._queue = self._queue, None
         if q is None:
             return
         alive.devices.discard(self)
         for sibling in list(self._siblings):
             sibling.close()
-        settled, level = False, logging.WARNING if q.gone is None else logging.INFO  # an error has said it
+        settled, level = False, logging.WARNING if q.gone is None else logging.INFO  # an error was already raised
         try:
             settled = q.settled()
-        finally:  # an interrupt leaves them too
+        finally:  # also after an interrupt
             if not settled:
                 self._leave(q, level)
         if settled:
             self.free(q)
 
     def _leave(self, q: Queue, level: int) -> None:
-        """Keep everything as it is: the driver, or another process, still uses it."""
+        """Keep all objects: the driver, or the parent process, still uses them."""
         self.unfreed = q
         alive.left.append(self)
         if os.getpid() == q.process:
             held = sum(self.memory_pool.held.values()) / MIB
             log.log(
                 level,
-                "%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
-                "ends, or this process",
+                "%s was closed while its work was still running: %.0f MiB of its memory are not freed until the work or "
+                "this process ends",
                 self.name,
                 held,
             )
 
     def free(self, q: Queue) -> None:
-        """Destroy what it made; its work has ended."""
+        """Destroy the device's objects; its work has ended."""
         try:
             for program in list(self.programs):
                 program.close()

@@ -1,4 +1,5 @@
-"""A plan recorded on no device: how many dispatches and barriers each step takes, and what it asks the tuning table.
+"""Record a plan without a device: dispatches and barriers of each step, and its tuning-table queries.
+
 Needs the manifest, no driver."""
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from hybrid.kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, t
 
 @lru_cache(maxsize=1)
 def manifest() -> dict[str, Any]:
-    """What is built, by the kernel's name."""
+    """The SPIR-V manifest, by kernel name."""
     return json.loads((SPIRV / "manifest.json").read_text())
 
 
 class DryDevice:
-    """What bindings ask of a device, answered from the manifest and given limits."""
+    """Stand-in for the device that bindings query, from the manifest and given limits."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class DryDevice:
 
     @classmethod
     def like(cls, report: Report) -> DryDevice:
-        """One that plans and chooses kernels as the reported device would."""
+        """A DryDevice that plans and chooses kernels as the reported device does."""
         size, limits = choose_subgroup(report), report.limits
         most = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation)
         return cls(
@@ -71,20 +72,20 @@ class DryDevice:
         return columns.second_layout(self.tuning, dtype, shape)
 
     def by_columns(self, w: DeviceTensor) -> DeviceTensor:
-        """As VulkanDevice.by_columns, in memory that does not exist."""
+        """As VulkanDevice.by_columns, with placeholder memory."""
         return _tensor(TensorDecl(w.name + columns.SUFFIX, w.dtype, w.shape, "weight"), self.max_range)
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """By step name; the kernel that computes grids counts towards the step that it precedes."""
+    """Counts by step name. The grid kernel counts towards the step after it."""
 
     dispatches: dict[str, int]
     barriers: dict[str, int]
 
 
 def count(plan: Plan, device: DryDevice | None = None) -> Count:
-    """Record a plan and count, for a device with subgroups of 32 and no optional feature unless one is given."""
+    """Record a plan and count, by default for a device with subgroups of 32 and no optional features."""
     recording = record(plan, device or DryDevice())
     counts = Count(dict.fromkeys((s.name for s in plan.steps), 0), dict.fromkeys((s.name for s in plan.steps), 0))
     for dispatch, barrier in zip(recording.dispatches, recording.barriers, strict=True):
@@ -94,12 +95,12 @@ def count(plan: Plan, device: DryDevice | None = None) -> Count:
 
 
 def scratch_bytes(plan: Plan, device: DryDevice) -> int:
-    """What the plan's kernels take beside its arena: partial results, weights that are unpacked before a product."""
+    """Scratch bytes of the plan's kernels besides its arena: partial results, dequantised weights."""
     return _recorder(plan, device).scratch_bytes
 
 
 def asked(plan: Plan, device: Any) -> list[Asked]:
-    """What compiling the plan on this Vulkan device would ask of a tuning table."""
+    """Tuning-table queries that compiling the plan on this Vulkan device would make."""
     dry = DryDevice(device.subgroup_size, device.max_range, device.has)
     with dry.tuning.watched() as questions:
         record(plan, dry)
@@ -107,12 +108,12 @@ def asked(plan: Plan, device: Any) -> list[Asked]:
 
 
 def record(plan: Plan, device: DryDevice) -> Recording:
-    """Record a plan for a device that does not exist."""
+    """Record a plan for a DryDevice."""
     return _recorder(plan, device).finish()
 
 
 def _recorder(plan: Plan, device: DryDevice) -> Recorder:
-    """All steps recorded; barriers and the kernel that computes grids are not in it yet."""
+    """Recorder with all steps recorded, before barriers and the grid kernel are inserted."""
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
     recorder = Recorder(device, tensors[plan.control].parts[0])
     record_steps(recorder, plan, tensors, BINDINGS.__getitem__)
@@ -121,7 +122,7 @@ def _recorder(plan: Plan, device: DryDevice) -> Recorder:
 
 @lru_cache(maxsize=4096)
 def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:
-    """A tensor in memory of its own that does not exist. Activations are never split."""
+    """A tensor with placeholder memory. Activations are never split."""
     whole = [(0, decl.shape[0] if decl.shape else 1, decl.dtype)]
     split = chunk_rows(decl, max_range) if decl.kind == "weight" else whole
     chunks = tuple(

@@ -1,6 +1,7 @@
-"""What a physical device offers against what the kernels need: the report of `hybrid.doctor`, and the features to
-switch on when the device is opened. Everything is queried; nothing is assumed from a vendor's name except the subgroup
-size that is wanted."""
+"""Features and limits of a physical device against the kernels' requirements.
+
+Used by the report of `hybrid.doctor`, and to enable features when a device is opened. Everything is queried; only the
+preferred subgroup size is assumed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _EXTENSIONS = (
     ("VK_EXT_memory_budget", "how much memory other processes have left"),
     ("VK_EXT_external_memory_host", "sharing host memory with another device without a copy"),
     ("VK_KHR_external_memory_fd", "importing another driver's buffers"),
-    ("VK_EXT_external_memory_dma_buf", "those that are dma-bufs, without a copy"),
+    ("VK_EXT_external_memory_dma_buf", "importing dma-bufs without a copy"),
     ("VK_KHR_pipeline_executable_properties", "compiler statistics of a pipeline"),
     ("VK_EXT_calibrated_timestamps", "device and host times on one axis"),
     ("VK_NV_shader_sm_builtins", "the number of multiprocessors"),
@@ -104,7 +105,7 @@ CAPABILITIES = {
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One line of the report."""
+    """One feature or extension of the report."""
 
     name: str
     present: bool
@@ -132,14 +133,14 @@ class Limits:
     workgroup_subgroups: int
     timestamp_period: float
     storage_buffers: int
-    """That one kernel may bind."""
+    """Storage buffers that one kernel may bind."""
     cores: int
-    """Multiprocessors, each of which holds a workgroup of any size; 1 where the driver does not say."""
+    """Multiprocessors, each of which can hold a workgroup of any size; 1 where the driver does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """One product that a subgroup's matrix unit does: [m, k] of type a times [k, n] of type b plus [m, n] of type c."""
+    """One product of a subgroup's matrix unit: [m, k] of type a times [k, n] of type b plus [m, n] of type c."""
 
     m: int
     n: int
@@ -153,7 +154,7 @@ class MatrixShape:
 
 
 F16_MATRIX = MatrixShape(16, 16, 16, "f16", "f16", "f32")
-F16_EIGHTS = MatrixShape(16, 8, 16, "f16", "f16", "f32")  # with it lanes are asked (lanes.py)
+F16_N8 = MatrixShape(16, 8, 16, "f16", "f16", "f32")  # the shape whose lanes are probed (lanes.py)
 _COMPONENTS = {
     0: "f16",
     1: "f32",
@@ -181,31 +182,31 @@ class Report:
     heaps: tuple[tuple[int, bool], ...]
     """(bytes, is device-local) of each memory heap."""
     vendor: str = ""
-    """Maker of the device, by its PCI or Khronos number: a name of VENDORS, else the number in hexadecimal."""
+    """Vendor by PCI or Khronos number: a name of VENDORS, else the number in hexadecimal."""
     driver_id: str = ""
-    """Kind of driver: a name of DRIVERS, else VkDriverId's number."""
+    """Driver: a name of DRIVERS, else VkDriverId's number."""
     matrices: tuple[MatrixShape, ...] = ()
     """Cooperative matrices of subgroup scope; empty where the feature is missing or off."""
     lanes: bool = False
-    """Whether lanes hold those elements of a matrix that kernels count on which decode weights where they are
-    multiplied: measured when the device is opened (lanes.py)."""
+    """Whether lanes hold the matrix elements that kernels which dequantise into registers assume; measured when the
+    device is opened (lanes.py)."""
     fused: bool = False
-    """Whether fma() of halves rounds once, which Vulkan leaves open: measured beside it."""
+    """Whether fma() on f16 rounds once, which Vulkan leaves open; measured with `lanes`."""
     hidden: frozenset[str] = frozenset()
-    """Names that `has` denies."""
+    """Names for which `has` returns False."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
         return tuple(f for f in self.features if f.required and not f.present)
 
     def has(self, name: str) -> bool:
-        """Is a feature or an extension (`cooperative_matrix`, or its full name) present and switched on?"""
+        """Whether a feature or an extension (`cooperative_matrix`, or its full name) is present and enabled."""
         if name in self.hidden:
             return False
         known = {f.name: f.present for f in (*self.features, *self.extensions)}
         if name == "cooperative_matrix":
             return all(known[n] for n in ("cooperativeMatrix", "VK_KHR_cooperative_matrix", "vulkanMemoryModel"))
-        if name == "f16_matrices":  # what the kernels multiply with
+        if name == "f16_matrices":  # the shape that the kernels use
             return self.has("cooperative_matrix") and F16_MATRIX in self.matrices
         if name == "matrix_lanes":
             return self.lanes
@@ -217,7 +218,7 @@ class Report:
         return known[key]
 
     def known(self, names: Collection[str]) -> frozenset[str]:
-        """The names. KeyError for one that `has` does not know."""
+        """The names as a set. KeyError for one that `has` does not know."""
         return frozenset(name for name in names if self.has(name) is not None)
 
     def demand(self, device: str) -> None:
@@ -234,7 +235,7 @@ def _feature_chain(extensions: set[str]) -> dict[str, Any]:
     chain: dict[str, Any] = {"11": vk.VkPhysicalDeviceVulkan11Features()}
     chain["12"] = vk.VkPhysicalDeviceVulkan12Features(pNext=chain["11"])
     chain["13"] = last = vk.VkPhysicalDeviceVulkan13Features(pNext=chain["12"])
-    # A structure of an extension that the device lacks must not be in the chain.
+    # A structure of a missing extension must not be in the chain.
     if "VK_KHR_cooperative_matrix" in extensions:
         chain["coop"] = last = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR(pNext=last)
     if "VK_KHR_pipeline_executable_properties" in extensions:
@@ -249,11 +250,10 @@ def device_extensions(physical: Any) -> set[str]:
 
 
 def matrix_shapes(instance: Any, physical: Any) -> tuple[MatrixShape, ...]:
-    """The cooperative matrices of a device whose extension is there, of subgroup scope and types that are named
-    here."""
+    """Cooperative matrices of subgroup scope and known component types. The device must have the extension."""
     name = "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"
     found = lib.vkGetInstanceProcAddr(instance, name.encode())
-    if not found:  # a loader that is older than the driver may not pass it on
+    if not found:  # a loader older than the driver may not export it
         return ()
     ask, count = ffi.cast(f"PFN_{name}", found), ffi.new("uint32_t *")
     check(ask(physical, count, ffi.NULL), "counting cooperative matrices")
@@ -272,7 +272,7 @@ def matrix_shapes(instance: Any, physical: Any) -> tuple[MatrixShape, ...]:
 
 
 def query(instance: Any, physical: Any) -> Report:
-    """Ask a physical device (VkPhysicalDevice of a VkInstance) for everything above."""
+    """Query all of the above from a physical device (VkPhysicalDevice of a VkInstance)."""
     extensions = device_extensions(physical)
     chain = _feature_chain(extensions)
     lib.vkGetPhysicalDeviceFeatures2(physical, ffi.addressof(chain["all"]))
@@ -339,7 +339,7 @@ def query(instance: Any, physical: Any) -> Report:
 
 
 def subgroup_fits(report: Report) -> Feature:
-    """Is the subgroup size that would be used one that the kernels support?"""
+    """Whether the kernels support the subgroup size that would be used."""
     size = choose_subgroup(report)
     return Feature("subgroups of 8, 16 or 32 lanes", size in SUBGROUPS, True, f"every kernel; here they have {size}")
 
@@ -349,7 +349,7 @@ _LAYER_KNOWS = {("VK_KHR_cooperative_matrix", "cooperativeMatrix"): 1 << 22 | 3 
 
 
 def known_to_layer(report: Report, version: int) -> Report:
-    """The report without features that a validation layer of this specVersion does not know yet."""
+    """The report without features that a validation layer of this specVersion does not know."""
     new = {name for names, first in _LAYER_KNOWS.items() if version < first for name in names}
 
     def cut(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
@@ -360,7 +360,7 @@ def known_to_layer(report: Report, version: int) -> Report:
 
 
 def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
-    """(VkPhysicalDeviceFeatures2 with everything known and present switched on, extensions, what to keep alive)."""
+    """(VkPhysicalDeviceFeatures2 with all known and present features enabled, extensions, objects to keep alive)."""
     extensions = [f.name for f in report.extensions if f.present]
     chain = _feature_chain(set(extensions))
     there = {f.name: f.present for f in report.features}
@@ -371,22 +371,22 @@ def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
 
 
 def can_choose_subgroup(report: Report) -> bool:
-    """Has the device several subgroup sizes, and may a pipeline ask for one?"""
+    """Whether the device has several subgroup sizes and a pipeline may require one."""
     control = report.has("subgroupSizeControl") and report.has("required subgroup size")
     return control and report.limits.min_subgroup < report.limits.max_subgroup
 
 
 def most_threads(report: Report) -> int:
-    """Threads that a one-dimensional workgroup may have."""
+    """Most threads of a one-dimensional workgroup."""
     limits = report.limits
     most = min(limits.invocations, limits.workgroup[0])
-    if can_choose_subgroup(report):  # the number of subgroups is limited where their size is demanded
+    if can_choose_subgroup(report):  # a required size limits the number of subgroups
         most = min(most, choose_subgroup(report) * limits.workgroup_subgroups)
     return most
 
 
 def choose_subgroup(report: Report) -> int:
-    """The size that kernels are specialised for: 32 where the device allows a choice, else what it has."""
+    """The subgroup size that kernels are specialised for: 32 where the device allows a choice, else its own."""
     limits = report.limits
     if not can_choose_subgroup(report):
         return limits.subgroup

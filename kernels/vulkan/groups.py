@@ -1,9 +1,10 @@
-"""How steps become dispatches: the types of a binding, which records one step, and of a fused group's recorder, which
-records consecutive steps in fewer dispatches, mostly one, where one kernel computes what their operations do together,
-or in as many that hand a result on as their own bindings do not.
+"""Types of bindings and fused groups: how steps become dispatches.
 
-A fused group leaves in memory what its steps would have left one after another: every tensor that one of them writes.
-So its proof needs no definition of its own: conformance judges each step by its operation's.
+A binding records one step. A fused group records consecutive steps in fewer dispatches, mostly one. Some groups keep
+the number of dispatches but pass kept partials between them.
+
+A fused group writes every tensor that its steps would write. So conformance judges each step by its own operation's
+definition.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 Tensors = Mapping[str, DeviceTensor]
-"""By the operation's argument."""
+"""By argument name."""
 Binding = Callable[[Recorder, Any, Tensors], None]
 """Records one step (hybrid.core.plan.Step)."""
 Group = Callable[[Recorder, Sequence[Step], Sequence[Tensors]], bool]
-"""Records these steps; False, with nothing recorded, where the kernel does not fit."""
+"""Records these steps. Returns False, with nothing recorded, where the kernel does not fit."""

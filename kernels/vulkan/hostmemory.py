@@ -20,8 +20,8 @@ _MAPPED = 2 | 4  # host-visible and coherent
 
 
 def import_pages(memory: Memory, array: np.ndarray, purpose: str) -> Slice:
-    """The pages under an array as device memory, for memory.release() to give up. NotShareable where the device or the
-    memory do not allow it."""
+    """Import the pages under an array as device memory; free them with memory.release(). NotShareable where the device
+    or the memory does not allow it."""
     if memory.flags("device") & _MAPPED != _MAPPED:
         raise NotShareable("the device has memory of its own: its tensors stay there")
     address, nbytes = whole_pages(array)
@@ -46,8 +46,8 @@ def import_pages(memory: Memory, array: np.ndarray, purpose: str) -> Slice:
 def import_fd(
     memory: Memory, has: Callable[[str], bool], fd: int, array: np.ndarray, purpose: str, kind: int = DMA_BUF
 ) -> Slice:
-    """Another driver's buffer as device memory; `array` is its mapping, and the descriptor stays the caller's. kind:
-    what the descriptor is; an OPAQUE_FD comes from a device of the same driver, whose memory type it keeps."""
+    """Import another driver's buffer as device memory. `array` is its mapping; the caller keeps the descriptor. kind:
+    handle type. An OPAQUE_FD comes from a device of the same driver and keeps its memory type."""
     for name in ("VK_KHR_external_memory_fd", *(["VK_EXT_external_memory_dma_buf"] if kind == DMA_BUF else [])):
         if not has(name):
             raise NotShareable(f"the device lacks {name}")
@@ -64,7 +64,7 @@ def import_fd(
                 fd,
             ),
         )
-    own = os.dup(fd)  # the driver's from when it has imported it
+    own = os.dup(fd)  # owned by the driver once it is imported
     try:
         return _allocate(
             memory,
@@ -102,7 +102,7 @@ def _coherent(memory: Memory, bits: int) -> int:
 def _allocate(
     memory: Memory, imported: Any, kind: int, nbytes: int, memory_type: int, array: np.ndarray, purpose: str
 ) -> Slice:
-    """A buffer over imported memory, whose bytes the host sees in `array`."""
+    """A buffer over imported memory; `array` is its host mapping."""
     handle = memory.buffer(nbytes, vk.VkExternalMemoryBufferCreateInfo(handleTypes=kind))
     info = vk.VkMemoryAllocateInfo(pNext=imported, allocationSize=nbytes, memoryTypeIndex=memory_type)
     out = ffi.new("VkDeviceMemory *")

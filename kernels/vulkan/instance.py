@@ -1,4 +1,4 @@
-"""The Vulkan instance: physical devices in the order of preference, and the validation layer's messages."""
+"""The Vulkan instance: physical devices in order of preference, and validation messages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Instance:
         self.handle: Any = None
         self.messenger: Any = None
         self.layer_version: int | None = None
-        """specVersion of the validation layer, if it is on."""
+        """specVersion of the validation layer, if enabled."""
         layers = [LAYER] if validation else []
         if validation:
             versions = {p.layerName: p.specVersion for p in vk.vkEnumerateInstanceLayerProperties()}
@@ -121,7 +121,7 @@ class Instance:
             | vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT,
             messageType=vk.VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT,
         )
-        # The package's own pfn hook is global to the process; every instance here has its callback.
+        # The package's own pfn hook is process-wide; every instance here needs its own callback.
         self._callback = ffi.callback("PFN_vkDebugUtilsMessengerCallbackEXT", report)
         info.pfnUserCallback = self._callback
         self._info = info

@@ -1,6 +1,8 @@
-"""Kernels: a SPIR-V module with its specialisation constants, as a compute pipeline. Built once per device and kept,
-those of a program on several cores at once (a GPU's driver compiles a large kernel for seconds); the driver's compiled
-code is cached on disk between processes."""
+"""Kernels: compute pipelines of a SPIR-V module with specialisation constants.
+
+A pipeline is built once per device, several in parallel: a GPU driver may take seconds for a large kernel. The driver's
+pipeline cache is kept on disk.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,22 @@ Key = tuple[str, tuple[tuple[str, int], ...]]
 
 
 def kernels_digest(manifest: bytes | None = None) -> str:
-    """Digest of a SPIR-V manifest (this tree's): identifies the kernels that a result was measured with."""
+    """Digest of a SPIR-V manifest (default: this tree's). It identifies the kernels of a measurement."""
     return hashlib.sha256((SPIRV / "manifest.json").read_bytes() if manifest is None else manifest).hexdigest()[:16]
 
 
 def most_polls(kind: str) -> int:
-    """Polls of one wait between workgroups, at most (workgroup_flags.slang). On a GPU a poll takes 1 to 3 us, so that a wait
-    ends within a second. llvmpipe ends every loop of an invocation after 65535 iterations in all."""
+    """Most polls of one wait between workgroups (workgroup_flags.slang).
+
+    A poll takes 1 to 3 us on a GPU, so that a wait ends within a second. llvmpipe ends every loop after 65535
+    iterations
+    of an invocation."""
     return 1 << 14 if kind == "cpu" else 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A pipeline, which may still be on its way, and what a dispatch of it must supply."""
+    """A pipeline, possibly still being built, and what its dispatch must supply."""
 
     name: str
     bindings: int
@@ -53,23 +58,24 @@ class Kernel:
 
     @property
     def pipeline(self) -> Any:
-        """Waits for the driver's compiler; VulkanError where it refused. None for a kernel that is only recorded."""
+        """The pipeline; waits for the driver's compiler. VulkanError where it failed. None for a kernel that is only
+        recorded."""
         return None if self.made is None else self.made.result()
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Every program saves the pipelines that it built: a folder that cannot be written is logged once."""
+    """Log a text once: every program saves its pipelines and would repeat it."""
     log.warning("%s", text)
 
 
 def cache_path(uuid: str, driver: str) -> Path:
-    """Where compiled pipelines of this driver are kept: $XDG_CACHE_HOME/hybrid-kernels/."""
+    """Path of this driver's pipeline cache: $XDG_CACHE_HOME/hybrid-kernels/."""
     return cache_folder() / f"vulkan-{uuid}-{hashlib.sha256(driver.encode()).hexdigest()[:12]}.bin"
 
 
 def read_cache(path: Path) -> bytes:
-    """Contents of a cache file, or b'' (logged) if it is damaged: drivers do not check what they are given."""
+    """Contents of a cache file, or b'' (logged) if it is damaged: drivers do not validate it."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -84,7 +90,7 @@ def read_cache(path: Path) -> bytes:
 
 
 def write_cache(path: Path, data: bytes) -> None:
-    """Replace a cache file as a whole; a folder that cannot be written costs time, not results (logged)."""
+    """Replace a cache file atomically. A folder that cannot be written is logged."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +104,7 @@ class KernelCache:
     """Modules of a SPIR-V folder, pipelines by (module, constants), layouts by binding count."""
 
     create_flags = 0
-    """VkPipelineCreateFlags of every pipeline: tools that read compilers' statistics ask for them here."""
+    """VkPipelineCreateFlags of every pipeline; set by tools that read compiler statistics."""
 
     def __init__(
         self,
@@ -110,9 +116,8 @@ class KernelCache:
         builders: int = 1,
         of: KernelCache | None = None,
     ) -> None:
-        """builders: threads that build pipelines; 1: whoever asks for a kernel builds it. of: the cache of a device on
-        the same VkDevice, closed after this one; it builds and keeps the pipelines of both where their folder is
-        one."""
+        """builders: threads that build pipelines; 1: the calling thread builds. of: the cache of a device on the same
+        VkDevice, closed after this one; it builds the pipelines of both if they have one folder."""
         self.folder = folder or SPIRV
         self._maker: KernelCache = of._maker if of is not None and of.folder == self.folder else self
         self._builders = ThreadPoolExecutor(builders, "pipelines") if builders > 1 and self._maker is self else None
@@ -122,7 +127,7 @@ class KernelCache:
             raise VulkanError(f"{path} does not exist: build the shaders with python -m kernels.vulkan.build")
         self.manifest: dict[str, dict[str, Any]] = json.loads(path.read_text())
         self.kernels: dict[Key, Kernel] = {}
-        """Those that this device has asked for; the counters have their number."""
+        """Pipelines that this device has requested; the counters report their number."""
         self._made: dict[Key, Kernel] = {}
         self.modules: dict[str, Any] = {}
         self.set_layouts: dict[int, Any] = {}
@@ -140,7 +145,7 @@ class KernelCache:
         return out[0]
 
     def get(self, name: str, constants: Mapping[str, int]) -> Kernel:
-        """The kernel `name` with these specialisation constants (others keep the shader's defaults)."""
+        """The kernel `name` with these specialisation constants; the rest keep the shader's defaults."""
         key = (name, tuple(sorted(constants.items())))
         if key not in self.kernels:
             self.kernels[key] = self._maker._built(key)
@@ -154,7 +159,7 @@ class KernelCache:
         return self._made[key]
 
     def named(self, prefix: str) -> list[str]:
-        """Modules of the manifest whose names begin so."""
+        """Modules of the manifest whose names begin with `prefix`."""
         return sorted(n for n in self.manifest if n.startswith(prefix))
 
     def _build(self, name: str, constants: Mapping[str, int]) -> Kernel:
@@ -171,7 +176,7 @@ class KernelCache:
         ids = {entry["constants"][k]: int(v) & 0xFFFFFFFF for k, v in constants.items()}
         code = self._code(name, entry["spirv"])
         info = inspect(code, ids)
-        self._fits(name, constants, info, entry)  # before the driver sees a module that it may not know
+        self._fits(name, constants, info, entry)  # before the driver sees an unsupported module
         module = self._module(name, code)
         layout = self._layout(entry["bindings"], entry["push"])
         made = self._start(lambda: self._pipeline(name, module, ids, info, layout))
@@ -205,7 +210,7 @@ class KernelCache:
             raise VulkanError(f"{name} {dict(constants)} does not fit this device: it needs {', '.join(over)}")
 
     def _code(self, name: str, digest: str) -> bytes:
-        with contextlib.suppress(SpirvError):  # a damaged file is not the module either
+        with contextlib.suppress(SpirvError):  # a damaged file is reported below
             code = modules.read(self.folder, name)
             if hashlib.sha256(code).hexdigest() == digest:
                 return code
@@ -290,7 +295,7 @@ class KernelCache:
         self.unsaved = False
 
     def close(self) -> None:
-        """Destroy what it made. What was built is already saved: compile() does that."""
+        """Destroy the cache's objects; compile() has saved the built pipelines."""
         if self._maker is not self:
             return
         if self._builders is not None:

@@ -1,13 +1,15 @@
-"""Which elements of a matrix operand a lane holds is the implementation's choice. Kernels that decode weights into the
-registers of the lane that multiplies them (gemm_n8.slang, gemm_n8_split_k.slang, gemm_64x384.slang, gemm_128x256.slang)
-are for one choice. A device is asked when it is opened: one dispatch of a few microseconds."""
+"""Probe of a device's cooperative-matrix lane layout: one dispatch when the device is opened.
+
+Vulkan leaves open which elements of an operand a lane holds. Kernels that dequantise weights into the registers of the
+multiplying lane (gemm_n8.slang, gemm_n8_split_k.slang, gemm_64x384.slang, gemm_128x256.slang) assume one layout.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hybrid.core.plan import Plan, Step, TensorDecl
-from hybrid.kernels.vulkan.features import F16_EIGHTS
+from hybrid.kernels.vulkan.features import F16_N8
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.spec.cost import Cost
 
@@ -15,10 +17,9 @@ KERNEL, SUBGROUP = "probe_lanes", 32
 
 
 def measured(device: Any) -> dict[str, Any]:
-    """Of a device's Report: `lanes`, does every lane hold what probe_lanes.slang says, and `fused`, does fma() of
-    halves round once? Nothing where the device has no such matrix units, or its folder of kernels lacks the one that
-    asks."""
-    shapes = device.has("f16_matrices") and F16_EIGHTS in device.report.matrices
+    """Fields of a device's Report. `lanes`: whether every lane holds what probe_lanes.slang expects. `fused`: whether
+    fma() on f16 rounds once. Empty where the device has no such matrix units, or its SPIR-V folder lacks the probe."""
+    shapes = device.has("f16_matrices") and F16_N8 in device.report.matrices
     if not shapes or device.subgroup_size != SUBGROUP or not device.kernels_named(KERNEL):
         return {}
     device.store(TensorDecl(KERNEL, "u32", (2,), "io"))

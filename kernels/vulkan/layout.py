@@ -1,9 +1,9 @@
-"""How the blocks of a weight are stored in device memory (layout.slang).
+"""Layout of weight blocks in device memory (layout.slang).
 
-Row by row, but q4_0 of rows of whole tiles: tiles of 8 rows by 8 blocks, a row's 8 blocks one after the other, so that
-what a workgroup reads at a time is contiguous (8 rows' codes in 1024 bytes, their scales in 128) and one that goes
-along a row finds lines of 128 bytes. Rows count from the first one of their chunk, and the last tiles are whole: what is
-stored after the last row is read, but not used.
+Row-major, except for q4_0 whose rows fill whole tiles. A tile has 8 rows by 8 blocks; the 8 blocks of a row are
+contiguous. So a workgroup's read is contiguous (8 rows' codes in 1024 bytes, their scales in 128), and a read along one
+row gets lines of 128 bytes. Rows count from the first row of their chunk. The last tiles are padded with rows that are
+read but not used.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def tiled(dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def padded_rows(dtype: str, shape: tuple[int, ...]) -> int:
-    """Rows that a tensor's memory holds: those of whole tiles where it is stored in tiles."""
+    """Rows that a tensor's memory holds: rounded up to whole tiles where it is tiled."""
     rows = shape[0] if shape else 1
     return -(-rows // TILE_ROWS) * TILE_ROWS if tiled(dtype, shape) else rows
 
 
 def pieces(host: np.ndarray, first: int, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(byte of a tiled part, a view of `host` whose bytes, in its axes' order, are stored from there on) for all of host u8
-    [rows, bytes]: rows first.. of a part of `size` bytes a block. Rows of tiles that are not all covered come tile by
-    tile, the others at once."""
+    """(byte of a tiled part, view of `host` whose bytes, in axis order, are stored from there on) for host u8 [rows,
+    bytes]. first: first row. size: bytes of the part per block. Partly covered tiles come one by one, the rest at
+    once."""
     rows, width = host.shape
     run = TILE_BLOCKS * size
     runs = host.reshape(rows, -1, run)

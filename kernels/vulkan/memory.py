@@ -1,8 +1,8 @@
-"""Device memory: few large blocks, each one VkDeviceMemory under one VkBuffer, and slices of them.
+"""Device memory: large blocks, each one VkDeviceMemory under one VkBuffer, and slices of them.
 
-Pools: `device` (weights, state, activations), `shared` (mapped and, where there is such memory, on the device: io that
-kernels read and the host writes), `read` (mapped and cached: what the host reads back). A device whose memory is all
-mapped (CPU drivers, integrated GPUs) has mapped `device` blocks too.
+Pools: `device` (weights, state, activations); `shared` (mapped, on the device if possible: io that the host writes and
+kernels read); `read` (mapped and cached: io that the host reads). Where all memory is mapped (CPU drivers, integrated
+GPUs), `device` blocks are mapped too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybrid.kernels.vulkan.features import Limits
 MIB = 1 << 20
 BLOCK_BYTES = {"device": 128 * MIB, "shared": 16 * MIB, "read": 16 * MIB}
 _LOCAL, _VISIBLE, _COHERENT, _CACHED = 1, 2, 4, 8
-# Property flags in the order of preference; coherent only, so that nothing is ever flushed.
+# Property flags in order of preference; coherent only, so that no flush is needed.
 _PREFERENCE = {
     "device": (_LOCAL,),
     "shared": (_LOCAL | _VISIBLE | _COHERENT, _VISIBLE | _COHERENT),
@@ -80,7 +80,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A range of a buffer: what kernels bind and hazards are tracked by."""
+    """A range of a buffer, as bound by kernels and tracked for hazards."""
 
     buffer: Buffer
     offset: int
@@ -120,20 +120,19 @@ class Memory:
         budget: int | None = None,
         pending: Callable[[], bool] = lambda: False,
     ) -> None:
-        """pending: does hung work use the device's memory? Then nothing is freed."""
+        """pending: whether hung work uses the device's memory; then nothing is freed."""
         self.pending = pending
         self.physical, self.device, self.limits, self.counters = physical, device, limits, counters
         self.budget_extension, self.budget = budget_extension, budget
         self.properties = vk.vkGetPhysicalDeviceMemoryProperties(physical)
         self.blocks: dict[str, list[Buffer]] = {pool: [] for pool in _PREFERENCE}
         self.imported: list[Buffer] = []
-        """Over pages of the host's (hostmemory.py), each with one tensor's part."""
+        """Imported host pages (hostmemory.py), one tensor part each."""
         self.held: dict[str, int] = {}
         self.types = {pool: self._type(pool) for pool in _PREFERENCE}
 
     def _type(self, pool: str) -> int:
-        # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): one small buffer answers
-        # for all.
+        # Buffers of one usage have the same memoryTypeBits (guaranteed by the specification): a small buffer is enough.
         probe = self.buffer(256)
         bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
         vk.vkDestroyBuffer(self.device, probe, None)
@@ -150,7 +149,7 @@ class Memory:
         return self.properties.memoryTypes[self.types[pool]].heapIndex
 
     def available(self, pool: str) -> int:
-        """Bytes that may still be allocated in a pool's heap, over all processes where the driver says so."""
+        """Bytes that can still be allocated in a pool's heap; over all processes where the driver reports it."""
         heap = self.heap(pool)
         own = sum(b.size for p, blocks in self.blocks.items() if self.heap(p) == heap for b in blocks)
         if self.budget_extension:
@@ -179,7 +178,7 @@ class Memory:
         return Slice(block, offset, nbytes)
 
     def release(self, piece: Slice, purpose: str) -> None:
-        """Free a slice that allocate() returned; an empty block goes back to the driver."""
+        """Free a slice of allocate(); an empty block returns to the driver."""
         if self.pending():
             return
         block = piece.buffer
@@ -197,7 +196,7 @@ class Memory:
     def _block(self, nbytes: int, purpose: str, pool: str) -> Buffer:
         wanted, available = align_up(max(nbytes, 1)), self.available(pool)
         size = BLOCK_BYTES[pool]
-        # Large tensors get a block of their own, small ones share; near the budget a block is as small as its tensor.
+        # Large tensors get a separate block, small ones share one; near the budget a block is as small as its tensor.
         size = wanted if wanted > size // 2 or size > available // 2 else size
         limit = min(self.limits.max_buffer, self.limits.max_allocation)
         if size > available or size > limit:
@@ -222,7 +221,7 @@ class Memory:
             ) from None
 
     def buffer(self, size: int, more: Any = None) -> Any:
-        """A VkBuffer without memory; `more` follows its creation info."""
+        """A VkBuffer without memory; `more` is chained to its create info."""
         usage = (
             vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT
             | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
@@ -260,7 +259,7 @@ class Memory:
         block.handle = block.view = None
 
     def close(self) -> None:
-        """Give every block back to the driver."""
+        """Return every block to the driver."""
         self.held.clear()
         for blocks in (self.imported, *self.blocks.values()):
             while blocks:

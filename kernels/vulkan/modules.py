@@ -1,5 +1,4 @@
-"""SPIR-V modules in a folder: `<name>.spv.gz` beside manifest.json. Packed they take a third of a clone's space; `zcat`
-gives the module to any other tool."""
+"""Compressed SPIR-V modules in a folder: `<name>.spv.gz` and manifest.json. `zcat` decompresses a module."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ def read(folder: Path, name: str) -> bytes:
         code = gzip.decompress(path.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as e:
         raise SpirvError(f"{path} is damaged: {e}") from e
-    if not code:  # nothing unpacks to nothing
+    if not code:  # an empty file decompresses to nothing
         raise SpirvError(f"{path} is damaged: it is empty")
     return code
 
 
 def write(folder: Path, name: str, code: bytes) -> None:
-    """Replaces the module at once; the same code gives the same file."""
+    """Replace the module atomically; the same code gives the same file."""
     path = path_of(folder, name)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_bytes(gzip.compress(code, 9, mtime=0))
@@ -38,5 +37,5 @@ def write(folder: Path, name: str, code: bytes) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """Of the modules in the folder."""
+    """Names of the modules in the folder."""
     return sorted(p.name.removesuffix(SUFFIX) for p in folder.glob(f"*{SUFFIX}"))

@@ -1,7 +1,6 @@
-"""A compiled plan: one command buffer, recorded once, submitted again and again.
+"""A compiled plan: one command buffer, recorded once and submitted repeatedly.
 
-H200, us of an empty dispatch after a barrier: 1.8 with 1 workgroup, 1.9 with 132, 2.4 with 1056; without the barrier 0.16, 0.21,
-0.83. Narrower barriers, other descriptors and direct grids change nothing; a command buffer for each layer costs 2.3.
+H200, empty dispatch: 1.8 us after a barrier with 1 workgroup, 2.4 with 1056; 0.16 and 0.83 us without the barrier.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class Program:
         cost: Cost | None = None,
     ) -> None:
         self.device, self.plan = device, plan
-        self._cost = cost  # None: what its operations declare
+        self._cost = cost  # None: the declared cost of its operations
         self.guarded = tuple(guarded)  # activations with memory of their own, on devices with guards
-        self.owned: list[tuple[Slice, str]] = []  # other memory of this program alone, with its purpose
-        self.zeroed: list[Slice] = []  # of it, what kernels find zero and leave zero
+        self.owned: list[tuple[Slice, str]] = []  # this program's own memory, with its purpose
+        self.zeroed: list[Slice] = []  # the part of `owned` that kernels expect zero and reset to zero
         self.recording = recorder.finish()
         self.dispatches = len(self.recording.dispatches)
         self.barriers = sum(b is not None for b in self.recording.barriers)
@@ -67,7 +66,7 @@ class Program:
     # --- memory and descriptors --------------------------------------------------------------------------------------
 
     def _place(self, recorder: Recorder) -> dict[int, Slice]:
-        """Real memory for the recorder's placeholders, by the identity of their buffers."""
+        """Memory for the recorder's placeholders, by buffer identity."""
         places: dict[int, Slice] = {}
         if self.recording.scratch_bytes:
             places[id(recorder.scratch_buffer)] = self.device.scratch(self.recording.scratch_bytes)
@@ -93,15 +92,15 @@ class Program:
         return places
 
     def _real(self, piece: Slice) -> tuple[Any, int, int]:
-        """(VkBuffer, offset, range) to bind. The range is whole 16-byte words: slices are padded to more than that.
-        With guards it takes them in, for drivers drop what is written outside of the range."""
+        """(VkBuffer, offset, range) to bind. The range is a multiple of 16 bytes, within the slice's padding. It
+        includes guard bytes, since drivers drop writes outside the range."""
         most = self.device.report.limits.max_storage_range
         base = self._places.get(id(piece.buffer))
         buffer, offset = (piece.buffer, piece.offset) if base is None else (base.buffer, base.offset + piece.offset)
         return buffer.handle, offset, min(align_up(piece.size + self.device.guard, 16), buffer.size - offset, most)
 
     def _descriptor_sets(self) -> list[Any]:
-        """One set for each distinct list of slices, all written here and never again."""
+        """One descriptor set per distinct list of slices, written once."""
         keys: dict[tuple[Any, ...], list[Dispatch]] = {}
         for d in self.recording.dispatches:
             keys.setdefault((d.kernel.bindings, *((id(s.buffer), s.offset, s.size) for s in d.slices)), []).append(d)
@@ -189,7 +188,7 @@ class Program:
         while step < len(self.plan.steps):
             step += 1
             self._stamp(step)
-        device.barrier_all(command)  # as every command buffer ends, so that none needs to begin with one
+        device.barrier_all(command)  # every command buffer ends with it, so that none needs one at its start
         check(lib.vkEndCommandBuffer(command), "recording")
         device.counters.recordings += 1
 
@@ -220,7 +219,7 @@ class Program:
         return self.ticket
 
     def cost(self) -> Cost:
-        """Of one run, for the bound of waits."""
+        """Cost of one run, for the bound of waits."""
         if self._cost is None:
             self._cost = declared(self.plan)
         return self._cost

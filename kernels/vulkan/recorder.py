@@ -1,7 +1,7 @@
-"""Recording a plan: bindings append dispatches, hazards between their slices become barriers, and grids that depend on
-a live count become indirect dispatches whose sizes one small kernel computes on the device.
+"""Record a plan as data; program.py turns the recording into a command buffer. Nothing here calls Vulkan.
 
-Nothing here calls Vulkan: a recording is data, which program.py turns into a command buffer.
+Bindings append dispatches. Hazards between slices become barriers. Grids that depend on a live count become indirect
+dispatches, whose sizes a grid kernel computes on the device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hybrid.kernels.vulkan.kernel import Kernel
 from hybrid.kernels.vulkan.memory import Buffer, Slice, align_up
 
 GRID_WORDS, TABLE_WORDS = 4, 8  # u32 words of one entry: computed grid, and what it is computed from
-_FIXED = 0xFF  # control word of a table entry's axis that does not depend on a live count
+_FIXED = 0xFF  # control word of a constant axis
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A grid element of ceil(live / per) groups, where live is the control word `extent` when the plan runs.
+    """A grid axis of ceil(live / per) workgroups; live is the control word `extent` at run time.
 
-    `cap` bounds the live count (the bucket's rows, the cache's length): at most ceil(cap / per) groups are started.
+    `cap` bounds the live count (the bucket's rows, the cache's length): at most ceil(cap / per) workgroups start.
     """
 
     extent: str
@@ -47,7 +47,7 @@ GridAxis = int | Live
 
 @dataclass(slots=True)
 class Dispatch:
-    """One dispatch as data. `grid` is direct; else `entry` names the indirect grid."""
+    """One dispatch as data. `grid` is direct, unless `entry` names an indirect grid."""
 
     kernel: Kernel
     reads: tuple[Slice, ...]
@@ -65,7 +65,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """A global memory barrier before a dispatch. Compute to compute always; the indirect stage where it is involved."""
+    """A global memory barrier before a dispatch: compute to compute, and the indirect stage where needed."""
 
     from_indirect: bool = False
     to_indirect: bool = False
@@ -84,15 +84,16 @@ class Recording:
 
 
 class Recorder:
-    """What bindings record into. `device` offers kernel(name, **constants), subgroup_size, max_range, max_groups,
-    max_threads, cores and has(feature). `cooperative`: workgroups of one dispatch may wait for one another."""
+    """Records the dispatches of bindings. `device` offers kernel(name, **constants), subgroup_size, max_range,
+    max_groups, max_threads, cores and has(feature). `cooperative`: workgroups of one dispatch may wait for each
+    other."""
 
     def __init__(self, device: Any, control: Slice, cooperative: bool = True) -> None:
         self.device = device
         self.control = self._plan_control = control
-        """What has the live counts of the step that is recorded."""
+        """Live counts of the step that is recorded."""
         self.cooperative = cooperative
-        # Placeholders: real memory is known only when everything is recorded.
+        # Placeholders: memory is assigned after recording.
         self.scratch_buffer = Buffer(0, "scratch")
         self.grid_buffer = Buffer(0, "grids")
         self.table_buffer = Buffer(0, "table")
@@ -100,17 +101,17 @@ class Recorder:
         self.zeros_buffer = Buffer(0, "zeros")
         self.step = 0
         self.steps: Sequence[Step] = ()
-        """All steps of the plan: a binding may ask what other layers have."""
+        """All steps of the plan, for bindings that look at other layers."""
         self.noted: dict[str, Any] = {}
-        """What a binding leaves for later ones, by a name of its own."""
+        """Notes of a binding for later ones, by key."""
         self._dispatches: list[Dispatch] = []
-        self._owners: dict[int, int] = {}  # offset of counters -> the dispatch that they belong to
+        self._owners: dict[int, int] = {}  # offset of counters -> index of their dispatch
         self._entries: dict[tuple[Slice, tuple[GridAxis, ...]], int] = {}
         self._scratch_used = self._scratch_most = self._counter_bytes = self._zeros_used = self._zeros_most = 0
 
     def begin_step(self, index: int, counts: Slice | None = None) -> None:
-        """Later dispatches belong to step `index`, whose live counts are in `counts` (default: the plan's control);
-        scratch of earlier steps may be used again."""
+        """Later dispatches belong to step `index` and take live counts from `counts` (default: the plan's control).
+        Scratch of earlier steps may be reused."""
         self.step, self._scratch_used, self._zeros_used = index, 0, 0
         self.control = self._plan_control if counts is None else counts
 
@@ -119,21 +120,21 @@ class Recorder:
         return self.device.kernel(name, **constants)
 
     def scratch(self, nbytes: int) -> Slice:
-        """Temporary device memory of this step, undefined at first; steps reuse it."""
+        """Temporary device memory of this step, uninitialised; steps reuse it."""
         piece = Slice(self.scratch_buffer, self._scratch_used, nbytes)
         self._scratch_used += align_up(nbytes)
         self._scratch_most = max(self._scratch_most, self._scratch_used)
         return piece
 
     def counters(self, words: int) -> Slice:
-        """u32 words of the program's own that are zero before its first run; kernels leave them zero behind."""
+        """u32 words of the program, zero before its first run; kernels reset them to zero."""
         piece = Slice(self.counter_buffer, self._counter_bytes, 4 * words)
         self._counter_bytes += align_up(4 * words)
         return piece
 
     def zeros(self, nbytes: int) -> Slice:
-        """Memory of the program's own that is zero when this step begins and that its kernels leave zero behind; steps
-        share it."""
+        """Memory of the program that is zero when this step begins; its kernels reset it to zero, and steps share
+        it."""
         piece = Slice(self.zeros_buffer, self._zeros_used, nbytes)
         self._zeros_used += align_up(nbytes)
         self._zeros_most = max(self._zeros_most, self._zeros_used)
@@ -148,10 +149,12 @@ class Recorder:
         grid: Sequence[GridAxis] = (1, 1, 1),
         resident: bool = False,
     ) -> None:
-        """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write).
-        `resident`: its workgroups poll one another's results: VulkanError for more of them than are resident at once on
-        the device, or where waits are excluded. Counters belong to one dispatch: VulkanError for another that binds
-        them, for a word that it polls would be published by a dispatch that may not have begun."""
+        """Append a dispatch. Bindings: control, reads, writes (a buffer that is read and written is a write).
+
+        `resident`: its workgroups poll each other's results. VulkanError if there are more than are resident at once on
+        the device, or if the program excludes waits. Counters belong to one dispatch: VulkanError for a second one,
+        which
+        might poll a word of a dispatch that has not begun."""
         bound = 1 + len(reads) + len(writes)
         if bound != kernel.bindings:
             raise VulkanError(f"{kernel.name} has {kernel.bindings} bindings (control included), {bound} were given")
@@ -169,7 +172,7 @@ class Recorder:
             )
         self._check_waits(kernel, most, resident)
         self._own_counters(kernel, (*reads, *writes))
-        # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
+        # A live axis of at most one workgroup needs no indirection: kernels check their rows against control.
         fixed = tuple([1 if m == 1 else a for a, m in zip(axes, most, strict=True)])
         entry = None
         if any([isinstance(a, Live) for a in fixed]):
@@ -206,11 +209,11 @@ class Recorder:
 
     @property
     def scratch_bytes(self) -> int:
-        """Of the step that takes most so far."""
+        """Scratch bytes of the largest step so far."""
         return self._scratch_most
 
     def finish(self) -> Recording:
-        """Insert the grid kernel where grids must be computed, and the barriers."""
+        """Insert barriers, and the grid kernel where grids are computed."""
         self._sort_entries()
         dispatches = self._with_grids()
         return Recording(
@@ -242,7 +245,7 @@ class Recorder:
         return words
 
     def _sort_entries(self) -> None:
-        """Number the grids that follow from one tensor of counts one after another."""
+        """Number the grids of one control tensor consecutively."""
         owners = list(dict.fromkeys(control for control, _ in self._entries))
         order = sorted(self._entries, key=lambda key: (owners.index(key[0]), self._entries[key]))
         new = {self._entries[key]: i for i, key in enumerate(order)}
@@ -251,10 +254,10 @@ class Recorder:
         self._entries = {key: i for i, key in enumerate(order)}
 
     def _with_grids(self) -> list[Dispatch]:
-        """The grid kernel runs for each tensor of counts before the first indirect grid that follows from it, and again
-        after each step that writes it, where such grids follow."""
+        """Insert the grid kernel for each control tensor: before its first indirect grid, and after each step that
+        writes the tensor if more indirect grids depend on it."""
         out: list[Dispatch] = []
-        spans: dict[Slice, tuple[int, int]] = {}  # first entry, and how many
+        spans: dict[Slice, tuple[int, int]] = {}  # first entry, count
         for (control, _), i in self._entries.items():
             first, count = spans.get(control, (i, 0))
             spans[control] = first, count + 1
@@ -281,8 +284,8 @@ class Recorder:
 
 
 def hazards(dispatches: Sequence[Dispatch], grids: Slice) -> list[Barrier | None]:
-    """The barrier that each dispatch needs before it, or None: it accesses a range written since the last barrier, or
-    it writes a range read since then. `grids` holds the indirect dispatches' sizes."""
+    """The barrier before each dispatch, or None. One is needed where a dispatch accesses a range written since the last
+    barrier, or writes a range read since. `grids`: sizes of indirect dispatches."""
     out: list[Barrier | None] = []
     reads: list[Slice] = []
     writes: list[Slice] = []

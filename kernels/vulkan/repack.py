@@ -1,6 +1,8 @@
-"""Weights on their way from a file into device memory: several threads read a piece of the file straight into a mapped
-slot, the device copies it to itself where it cannot compute on host memory, and a kernel deals ggml's blocks out into
-the parts of our types. While the device has one slot, the host fills the next: nothing else is held or copied.
+"""Weight loading: from a file into device memory, through mapped staging slots.
+
+Several threads read a piece of the file into a slot. The device copies it into its own memory if it cannot compute on
+host memory. A kernel then splits ggml blocks into the parts of our storage types. Meanwhile the host fills the next
+slot.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ MAX_THREADS = 8
 _UNIT = 32  # elements per thread of the kernel
 _THREADS = 64  # of a workgroup
 _SPARE = 4  # the kernel reads words that begin at half words
-_LEAST_READ = MIB  # for a thread of its own
+_LEAST_READ = MIB  # smallest read of a separate thread
 _STAGING = "staging"
 
 
 def takes(packed: Packed) -> bool:
-    """Does a loader read this type? Else it must be split on the host."""
+    """Whether a loader reads this type; otherwise the host splits it."""
     return packed.dtype in REPACKED or not DTYPES[packed.dtype].quantised
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """`staging`: mapped, what the host fills. `raw`: what the kernel reads, the same memory where the device computes
-    on it. `damaged`: a mapped word that the kernel sets for a scale that is not finite."""
+    """`staging`: mapped, filled by the host. `raw`: read by the kernel; the same memory where the device computes on
+    it. `damaged`: a mapped word that the kernel sets for a scale that is not finite."""
 
     command: Any
     staging: Slice
@@ -60,8 +62,8 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fill:
-    """A piece of a tensor that is being read: into a slot, then to `parts` from block `first` on, row by row, wherever
-    those lie (plain types: from byte `first` of their one part). Without a slot: straight to its place."""
+    """A piece of a tensor being read into a slot, then written to `parts` from block `first` on, counted row by row
+    (plain types: from byte `first` of their one part). Without a slot: read straight into its place."""
 
     name: str
     packed: Packed
@@ -73,12 +75,12 @@ class _Fill:
 
 
 class Loader:
-    """Of one load on one device; `nbytes` is about what will be loaded. Used by one thread."""
+    """Loader of one model on one device. `nbytes`: approximate total. Used by one thread."""
 
     def __init__(self, device: VulkanDevice, memory: Memory, nbytes: int) -> None:
         self.device, self.memory = device, memory
         self.size = align_up(min(max(nbytes, 1), LOAD_BYTES))
-        # Memory that is both the device's own and the host's: a CPU driver's, an integrated GPU's.
+        # Device-local and mapped memory: CPU drivers, integrated GPUs.
         self.direct = memory.types["read"] == memory.types["device"]
         self.threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self.workers = ThreadPoolExecutor(self.threads, thread_name_prefix="load")
@@ -88,11 +90,11 @@ class Loader:
         self.pool: Any = None
         self._held: list[Slice] = []
 
-    # --- what a device's store does ----------------------------------------------------------------------------------
+    # --- interface for store ------------------------------------------------------------------------------------------
 
     def put(self, name: str, packed: Packed, row: int, chunks: Sequence[Chunk]) -> None:
-        """Begin to load all rows of `packed` as rows row.. of the tensor `name`. Raises, for this or an earlier tensor,
-        what its reader raises, and the file's error for scales that are not finite."""
+        """Start loading all rows of `packed` as rows row.. of tensor `name`. Raises, for this or an earlier tensor, its
+        reader's errors, and the file's error for scales that are not finite."""
         rows, row_bytes = rows_of(packed.shape), packed.nbytes // max(1, rows_of(packed.shape))
         for chunk in chunks:
             first, last = max(row, chunk.row), min(row + rows, chunk.row + chunk.rows)
@@ -114,8 +116,7 @@ class Loader:
             self._free(slot)
 
     def cancel(self, name: str) -> None:
-        """Stop loading a tensor that is about to be dropped: nothing more is read for it. Submitted work still writes
-        its memory."""
+        """Stop loading a tensor that is about to be dropped. Submitted work still writes to its memory."""
         gone = [f for f in self.filling if f.name == name]
         wait([r for f in gone for r in f.reads])
         self.filling = deque(f for f in self.filling if f.name != name)
@@ -128,18 +129,18 @@ class Loader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Free everything. Waits for reads in progress, which write to the slots' memory."""
+        """Free everything. Waits for reads in progress, which write into the slots."""
         self.workers.shutdown(wait=True, cancel_futures=True)
         self.filling.clear()
         try:
             for slot in self.slots:
                 self.device.wait_ticket(slot.ticket)
         except VulkanLost:
-            self.device.at_close(self._let_go)  # work that may still run keeps its objects until then
+            self.device.at_close(self._free_all)  # unfinished work keeps its objects until then
             raise
-        self._let_go()
+        self._free_all()
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         for slot in self.slots:
             self.device.free_command(slot.command)
         if self.pool is not None:
@@ -151,7 +152,8 @@ class Loader:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def _blocks(self, name: str, packed: Packed, begin: int, end: int, parts: tuple[Slice, ...], to: int) -> None:
-        """Bytes begin..end of the tensor, whole blocks, a slot at a time; `to`: where they go, in bytes of the file."""
+        """Load bytes begin..end of the tensor, whole blocks, slot by slot. `to`: their destination, in bytes of the
+        file."""
         block = _block_bytes(packed.dtype)
         most = min(self.size // block, self.device.max_groups[0] * _THREADS // _units(packed.dtype))
         if most < 1:
@@ -173,12 +175,12 @@ class Loader:
         self._queue(_Fill(name, packed, self._read(packed, at, slot.staging.bytes[:n]), n, parts, first, slot))
 
     def _read(self, packed: Packed, at: int, out: np.ndarray) -> list[Future[None]]:
-        """`out` filled from byte `at` of the tensor, in parallel: reading releases the interpreter's lock."""
+        """Fill `out` from byte `at` of the tensor, in parallel: reading releases the GIL."""
         step = max(_LEAST_READ, align_up(-(-out.size // self.threads), 4096))
         return [self.workers.submit(packed.read_into, at + i, out[i : i + step]) for i in range(0, out.size, step)]
 
     def _queue(self, fill: _Fill) -> None:
-        """The fill before this one is finished while this one is being read."""
+        """Queue a read, and finish the fill before it meanwhile."""
         self.filling.append(fill)
         while len(self.filling) > 1:
             self._finish(self.filling.popleft())
@@ -191,10 +193,10 @@ class Loader:
             self._submit(fill, fill.slot)
         self.device.counters.bytes_up += fill.nbytes
 
-    # --- the device's part -------------------------------------------------------------------------------------------
+    # --- device side --------------------------------------------------------------------------------------------------
 
     def _slot(self) -> _Slot:
-        """The slot in turn, free for the host."""
+        """The next slot of the ring, free for the host."""
         if len(self.slots) < SLOTS:
             self.slots.append(self._make_slot())
             return self.slots[-1]
@@ -204,7 +206,7 @@ class Loader:
         return slot
 
     def _free(self, slot: _Slot) -> None:
-        """Wait for what the device does with a slot, and raise if it found a block damaged."""
+        """Wait for the device's use of a slot; raise if it found a damaged block."""
         self.device.wait_ticket(slot.ticket)
         owner, slot.owner = slot.owner, None
         if owner is None or not slot.damaged.bytes.any():
@@ -248,13 +250,13 @@ class Loader:
         slot.owner = fill.name, packed
 
     def _bind(self, slot: _Slot, kernel: Kernel, parts: Sequence[Slice]) -> Any:
-        """The slot's descriptor set for this kernel, pointing at these parts: the slot's last dispatch is done."""
+        """The slot's descriptor set for this kernel and these parts; the slot's last dispatch has finished."""
         if kernel.bindings not in slot.sets:
             slot.sets[kernel.bindings] = self._new_set(kernel)
         pieces, most = (slot.raw, slot.damaged, *parts), self.device.report.limits.max_storage_range
         buffers = ffi.new("VkDescriptorBufferInfo[]", len(pieces))
         for info, piece in zip(buffers, pieces, strict=True):
-            # Whole 16-byte words, and the guards if there are any: drivers drop what is written outside of the range.
+            # Whole 16-byte words, and guard bytes if any: drivers drop writes outside the range.
             size = min(align_up(piece.size + self.device.guard, 16), piece.buffer.size - piece.offset)
             info.buffer, info.offset, info.range = piece.buffer.handle, piece.offset, min(size, most)
         write = ffi.new("VkWriteDescriptorSet[1]")

@@ -1,7 +1,7 @@
-"""What a SPIR-V module asks of a device: workgroup size, shared memory, capabilities, bindings, push constants.
+"""Requirements of a SPIR-V module: workgroup size, shared memory, capabilities, bindings, push constants.
 
-A pipeline over a device's limits can lose the device rather than fail, so limits are compared before one is made.
-Specialisation constants may set the workgroup size and array lengths: they are evaluated here as the driver would.
+A pipeline over a device's limits can lose the device, so limits are checked first. Specialisation constants may set the
+workgroup size and array lengths; they are evaluated here as a driver does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORKGROUP, _PUSH = 4, 9  # storage classes
 
 
 def _over(a: int, b: int) -> int:
-    return a // b if b else 0  # SPIR-V leaves open what a division by zero is: a constant that is not set yet
+    return a // b if b else 0  # SPIR-V leaves division by zero undefined; here the constant is not set yet
 
 
 def _rest(a: int, b: int) -> int:
@@ -81,8 +81,8 @@ _UNUSED = {2, 3, 5, 6}  # OpSourceContinued, OpSource, OpName, OpMemberName
 
 
 def stripped(code: bytes) -> bytes:
-    """The module without what no driver uses: names, and OpSource, whose language older validation layers do not
-    know."""
+    """The module without names and OpSource. No driver uses them, and older validation layers do not know the
+    language."""
     words, out, i = np.frombuffer(code, "<u4"), [], 5
     while i < len(words):
         count = int(words[i]) >> 16
@@ -147,7 +147,7 @@ class _Reader:
         return self.constants.get(spec[0], default) & 0xFFFFFFFF if spec else default
 
     def size(self, type_id: int) -> int:
-        """Bytes of a type as shared memory holds it (structures: explicit offsets or packed to 4)."""
+        """Bytes of a type in shared memory (structures: explicit offsets, or packed to 4)."""
         op, a = self.types[type_id]
         if op in (21, 22):
             return a[0] // 8

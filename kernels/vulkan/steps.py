@@ -1,5 +1,5 @@
-"""The recording loop: the steps of a plan in order, each by its operation's binding or within a fused group, and behind
-each dispatch the TLB prefetch that the tuning table asks for."""
+"""Record a plan's steps in order: by the operation's binding or in a fused group, then the TLB prefetch that the tuning
+table asks for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 from hybrid.kernels.vulkan.tlb_prefetch import TlbPrefetch
 
 BEGUN_BY = {op: [(ops, group) for ops, group in GROUPS.items() if ops[0] == op] for op in {ops[0] for ops in GROUPS}}
-"""The groups that begin with an operation, in GROUPS' order."""
+"""Fused groups by their first operation, in GROUPS' order."""
 
 
 def record_steps(
     rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor], binding: Callable[[str], Binding]
 ) -> None:
-    """Record every step of a plan. `tensors`: by their names in the plan; `binding`: of an operation. An operation
-    whose binding is not the shipped one is recorded by that, and never within a fused group."""
+    """Record every step of a plan. `tensors`: by name in the plan. `binding`: returns an operation's binding; a
+    replaced binding is never part of a fused group."""
     steps, prefetch = plan.steps, TlbPrefetch(rec, plan, tensors)
     rec.steps = steps
     args: list[Tensors] = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
@@ -39,11 +39,11 @@ def record_steps(
 def _record_group(
     rec: Recorder, steps: Sequence[Step], args: Sequence[Tensors], first: int, binding: Callable[[str], Binding]
 ) -> int:
-    """Steps recorded as a fused group from `first` on: 0 where no fused group begins there or none of them fits."""
+    """Record a fused group that begins at step `first`; returns its number of steps, 0 where none fits."""
     for ops, group in BEGUN_BY.get(steps[first].op, ()):
         end = first + len(ops)
         matches = tuple(s.op for s in steps[first:end]) == ops and all(binding(op) is BINDINGS[op] for op in ops)
-        matches = matches and not any(s.counts for s in steps[first:end])  # they read more of a plan's control
+        matches = matches and not any(s.counts for s in steps[first:end])  # groups read the plan's control
         if matches and group(rec, steps[first:end], args[first:end]):
             return len(ops)
     return 0

@@ -21,34 +21,33 @@ from hybrid.kernels.vulkan.repack import Loader, takes
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
 from hybrid.kernels.vulkan.transfer import Transfer
 
-# As f32 and bf16 a huge number, as f16 a NaN: a kernel that reads beyond its tensor shows in its result too.
+# Huge as f32 and bf16, NaN as f16: an out-of-bounds read shows in the result too.
 GUARD_BYTE = 0x7F
-# io tensors that only the host reads: cached host memory, which kernels write to but do not read.
+# io tensors that only the host reads: cached host memory, written by kernels.
 HOST_READ = ("history", "guesses", "accepted")
 
 
 class Storage(ABC):
-    """The memory half of VulkanDevice."""
+    """Tensor storage of VulkanDevice."""
 
     counters: Counters
 
     def __init__(self, memory: Memory, transfer: Transfer, max_range: int, guard: int) -> None:
         self.memory_pool, self.transfer, self.max_range, self.guard = memory, transfer, max_range, guard
         self.loader: Loader | None = None
-        """While a model is being loaded."""
+        """Set while a model is loading."""
         self._tensors: dict[str, DeviceTensor] = {}
         self._kinds: dict[str, str] = {}
         self._allocations: dict[str, list[tuple[Slice, str]]] = {}
         self._guards: dict[str, list[Slice]] = {}
         self._views: dict[str, np.ndarray] = {}
-        """Of what is peeked at."""
+        """Mapped views for peek()."""
         self._lent: dict[str, DeviceTensor] = {}
-        """Tensors of another device on the same queue, by the names that they are to have here."""
+        """Tensors lent by the device on the same queue, by their names here."""
 
     @abstractmethod
     def check_open(self) -> None:
-        """Raise VulkanError if the device is closed, lost or another process's: the driver would crash on its
-        handles."""
+        """Raise VulkanError if the device is closed, lost or the parent's: the driver would crash on its handles."""
 
     @abstractmethod
     def wait(self, ticket: int | None = None) -> None:
@@ -123,15 +122,14 @@ class Storage(ABC):
         self._tensors[decl.name] = DeviceTensor(decl.name, decl.dtype, decl.shape, (chunk,))
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
-        """Overwrite rows from `row` on. io: at once (a plan that is running may see it); state and weights: in order
-        with submits."""
+        """Overwrite rows from `row` on. io: at once, visible to a running plan. State and weights: in order with
+        submits."""
         self._put_rows(name, value, row)
         if (other := self._tensors.get(name + columns.SUFFIX)) is not None:
             columns.lay_out(self, self.tensor(name), other)
 
     def by_columns(self, w: DeviceTensor) -> DeviceTensor:
-        """A stored weight that fits(), stored by columns too; made now, if it was not yet, and dropped with the
-        weight."""
+        """Column-major copy of a stored weight that fits(). Made on first use, dropped with the weight."""
         name = w.name + columns.SUFFIX
         if name not in self._tensors:
             made = self.add(TensorDecl(name, w.dtype, w.shape, "weight"), "device")
@@ -200,12 +198,12 @@ class Storage(ABC):
             self.memory_pool.release(piece, purpose)
 
     def clear_names(self) -> None:
-        """Drop every tensor's name; the memory goes with the device."""
+        """Forget every tensor; the memory is freed with the device."""
         for table in (self._tensors, self._kinds, self._allocations, self._guards, self._views):
             table.clear()
 
     def add(self, decl: TensorDecl, pool: str) -> DeviceTensor:
-        """Memory for a tensor under its name, contents undefined; guard bytes around every part if asked for."""
+        """Allocate a named tensor, uninitialised, with guard bytes around every part if enabled."""
         purpose, chunks = PURPOSE[decl.kind], []
         held = self._allocations.setdefault(decl.name, [])
         for row, rows, dtype in chunk_rows(decl, self.max_range):
@@ -231,9 +229,9 @@ class Storage(ABC):
         return self._tensors[decl.name]
 
     def _fitting(self, name: str, value: Tensor | Packed, row: int) -> DeviceTensor:
-        """The tensor, if `value` can be its rows from `row` on."""
+        """The tensor, checked to hold `value` from `row` on."""
         tensor = self.tensor(name)
-        mixed = len({c.dtype for c in tensor.chunks}) > 1  # then the types of rows are compared
+        mixed = len({c.dtype for c in tensor.chunks}) > 1  # then the rows' types are compared
         if (value.dtype != tensor.dtype and not mixed) or value.shape[1:] != tensor.shape[1:]:
             raise ValueError(
                 f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot "
@@ -265,7 +263,7 @@ class Storage(ABC):
             self.counters.bytes_up += host.size
 
     def put(self, target: Slice, data: np.ndarray) -> None:
-        """Bytes into device memory: straight into mapped memory, else through staging in queue order."""
+        """Write bytes to device memory: directly if mapped, else through staging in queue order."""
         if target.buffer.view is not None:
             target.bytes.reshape(data.shape)[...] = data
         else:
@@ -282,7 +280,7 @@ class Storage(ABC):
         return [p for name in names for c in self.tensor(name).chunks for p in c.parts]
 
     def check_guards(self) -> list[str]:
-        """Names of the tensors around which a guard byte has changed; waits for everything submitted."""
+        """Names of tensors with changed guard bytes; waits for everything submitted."""
         self.check_open()
         self.wait()
         damaged = []

@@ -1,4 +1,4 @@
-"""Named tensors in device memory: how a declaration's parts and rows are stored in slices, and the copies in and out."""
+"""Tensors in device memory: the slices of a declaration's parts and rows, and copies in and out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
-    """A tensor as bindings see it. One chunk, except for weights larger than a device's storage-buffer range and those
-    whose rows are of several storage types; `dtype` is then the widest."""
+    """A tensor as bindings see it. It has one chunk, except weights that are larger than a storage buffer or have rows
+    of several storage types; `dtype` is then the widest."""
 
     name: str
     dtype: str
@@ -46,7 +46,7 @@ class DeviceTensor:
         return self.chunks[0].parts
 
     def prefix(self, shape: tuple[int, ...]) -> DeviceTensor:
-        """The first rows of this tensor, as a smaller bucket declares it: same trailing axes, fewer rows."""
+        """The first rows of this tensor, for a smaller bucket: same trailing axes, fewer rows."""
         if shape == self.shape:
             return self
         if not shape or shape[1:] != self.shape[1:] or shape[0] > self.shape[0]:
@@ -59,10 +59,10 @@ class DeviceTensor:
         return DeviceTensor(self.name, self.dtype, shape, (Chunk(0, shape[0], parts, self.dtype),))
 
     def spans(self, row: int, value: Tensor) -> Iterator[tuple[Slice, np.ndarray]]:
-        """(device bytes, host bytes) of the rows row.. that `value` covers, chunk by chunk, part by part.
+        """(device bytes, host bytes) of the rows row.. that `value` covers, by chunk and part.
 
-        The host arrays are views of the contiguous `value`, of any strides, whose bytes are stored on the device in the order
-        of their axes: write from them, or read into them.
+        Host arrays are views of the contiguous `value`, of any strides, in the device's byte order: write from them, or
+        read into them.
         """
         stop = row + rows_of(value.shape)
         for chunk in self.chunks:
@@ -90,14 +90,14 @@ def rows_of(shape: tuple[int, ...]) -> int:
 
 
 def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
-    """Bytes of each part: of whole tiles where it is stored in tiles, else without padding."""
+    """Bytes of each part, padded to whole tiles where it is tiled."""
     t, shape = DTYPES[dtype], (layout.padded_rows(dtype, shape), *shape[1:]) if shape else ()
     return [math.prod(t.part_shape(p, shape)) * p.itemsize for p in t.parts]
 
 
 def cut(chunk: Chunk, first: int, rows: int, width: int) -> Chunk:
-    """Rows first..first+rows of a chunk [.., width], counted from its own first one; those of tiles begin with a
-    tile."""
+    """Rows first..first+rows of a chunk [.., width], counted from the chunk's first row. Where it is tiled, `first`
+    must begin a tile."""
     if first % layout.TILE_ROWS and layout.tiled(chunk.dtype, (rows, width)):
         raise ValueError(f"{chunk.dtype} in tiles of {layout.TILE_ROWS} rows cannot be cut at row {first}")
     sizes = zip(

@@ -1,5 +1,4 @@
-"""The logical device: queue, command buffers, timeline of submits. The layer below the tensors and plans of
-device.py."""
+"""The logical device: queue, command buffers and the timeline of submits. device.py builds on it."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ from hybrid.kernels.vulkan.features import choose_subgroup, enabled_chain, known
 from hybrid.kernels.vulkan.instance import Instance, select, validation_mode
 from hybrid.spec.cost import Cost
 
-_POLL_NS = 200_000_000  # waits return to Python now and then, so that Ctrl-C is seen
+_POLL_NS = 200_000_000  # waits return to Python this often, so that Ctrl-C works
 _ALL_STAGES, _ALL_READS, _ALL_WRITES = 0x10000, 0x8000, 0x10000
 
 
 class Submit(NamedTuple):
-    """What Queue.submit_now takes, prepared once. cost: of one submit, asked for only when a wait is long."""
+    """Prepared argument of Queue.submit_now. cost: of one submit, evaluated for long waits only."""
 
     info: Any
     commands: Any
-    """What `info` points into: they live together."""
+    """Keeps alive what `info` points to."""
     cost: Callable[[], Cost]
 
 
@@ -56,9 +55,9 @@ class Queue:
         self.timeline: Any = None
         self.process = os.getpid()
         self.gone: Callable[[], VulkanError] | None = None
-        """Makes the error that whatever would use this device raises, once it can no longer be used."""
+        """Set once the device is unusable: makes the error that every call raises."""
         self.pending = False
-        """May work that has not ended use the device's objects? Then nothing is destroyed before it has (`ended`)."""
+        """Whether unfinished work may use the device's objects; then nothing is destroyed before it has `ended`."""
         self.ticket = self._done = 0  # the last submit, and the last that is known to have finished
         self._running: deque[tuple[int, Callable[[], Cost]]] = deque()  # submits not known to have finished
         self.validation = validation_mode(validation)
@@ -81,7 +80,7 @@ class Queue:
         compute = [i for i, f in enumerate(families) if f.queueFlags & vk.VK_QUEUE_COMPUTE_BIT]
         if not compute:
             raise VulkanUnavailable(f"{self.info.label} has no queue that computes; choose another device")
-        # The first compute family is the general one: on every driver it also copies and takes timestamps.
+        # The first compute family is the general one: every driver lets it copy and take timestamps.
         family = compute[0]
         self.timestamp_bits = families[family].timestampValidBits
         features, extensions, keep = enabled_chain(self.report)
@@ -107,7 +106,7 @@ class Queue:
         )
         kind = vk.VkSemaphoreTypeCreateInfo(semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
         self.timeline = vk.vkCreateSemaphore(self.handle, vk.VkSemaphoreCreateInfo(pNext=kind), None)
-        # Prepared once: a submit or a wait then only changes a number.
+        # Prepared once: a submit or a wait then only sets a number.
         self._semaphore = ffi.new("VkSemaphore[1]", [self.timeline])
         self._value = ffi.new("uint64_t[1]")
         self._signal = ffi.new(
@@ -149,13 +148,13 @@ class Queue:
         lib.vkFreeCommandBuffers(self.handle, self.pool, 1, ffi.new("VkCommandBuffer[1]", [command]))
 
     def barrier_all(self, command: Any) -> None:
-        """Everything before (copies included) is done and visible to everything after, in later submits and on the host
-        too. Every command buffer ends with it; what the host has written is visible to what it submits then anyway."""
+        """Make everything before (copies included) visible to everything after, in later submits and on the host. Every
+        command buffer ends with it. Host writes are visible to later submits without it."""
         to = _ALL_STAGES | vk.VK_PIPELINE_STAGE_HOST_BIT
         lib.vkCmdPipelineBarrier(command, _ALL_STAGES, to, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
 
     def submit_info(self, command: Any, times: int, cost: Callable[[], Cost]) -> Submit:
-        """What submit() takes: the same command buffer `times` times, then the ticket. cost: of all of it."""
+        """Prepare submit(): the same command buffer `times` times, then the ticket. cost: of all runs."""
         if times < 1:
             raise ValueError(f"a plan is submitted 1 or more times, not {times}")
         commands = ffi.new("VkCommandBuffer[]", [command] * times)
@@ -185,8 +184,8 @@ class Queue:
         return self.ticket
 
     def wait_ticket(self, ticket: int) -> None:
-        """Wait until that submit has finished. Raises VulkanLost, also where it takes longer than its bound, or
-        ValueError for a ticket that no submit has returned."""
+        """Wait until that submit has finished. Raises VulkanLost for a lost device or an exceeded bound, ValueError for
+        an unknown ticket."""
         if ticket <= self._done or self.handle is None:
             return
         if self.gone is not None:
@@ -201,7 +200,7 @@ class Queue:
         self._done = ticket
 
     def _wait_long(self, ticket: int) -> int:
-        """Goes on waiting. Work has its bound from when the last submit before it is seen to have finished."""
+        """Keep waiting. A submit's bound starts when the submit before it is seen to have finished."""
         reached, since, used = self.reached(), time.monotonic(), time.process_time()
         bound = self._bound(reached, ticket)
         while (result := lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)) == vk.VK_TIMEOUT:
@@ -213,47 +212,45 @@ class Queue:
         return result
 
     def _bound(self, reached: int, ticket: int) -> float:
-        """Seconds for what is between two tickets, the second's included."""
+        """Seconds for the submits after `reached`, up to `ticket`."""
         costs = [cost() for at, cost in self._running if reached < at <= ticket]
         return self.bounds.seconds(sum(costs, Cost()))
 
     def reached(self) -> int:
-        """The last submit that has finished, as the device says now."""
+        """The last finished submit, queried from the device."""
         value = ffi.new("uint64_t *")
         self.check(lib.vkGetSemaphoreCounterValue(self.handle, self.timeline, value), "asking how far it is")
         return int(value[0])
 
     def check(self, result: int, doing: str) -> None:
-        """Raise if a driver call did not return VK_SUCCESS; a lost device is lost for all that follows."""
+        """Raise if a driver call did not return VK_SUCCESS. After a device loss every later call raises."""
         if result == vk.VK_ERROR_DEVICE_LOST:
             raise self._lose(lost_message(self.info.label, doing))
         check(result, doing)
 
     def _lose(self, message: str) -> VulkanError:
         self.gone, self.pending = partial(VulkanLost, message), True
-        self._done = -1  # no wait succeeds any more
+        self._done = -1  # no later wait succeeds
         return self.gone()
 
     def settled(self) -> bool:
-        """At the end: wait for everything submitted, within its bound. False where the device's objects must be left as
-        they are: work still runs, or they are another process's."""
+        """Before closing: wait for everything submitted, within its bound. False where the objects must be kept: work
+        is still running, or they are the parent process's."""
         if os.getpid() != self.process:
             return False
-        with suppress(VulkanLost):  # what the driver says then decides
+        with suppress(VulkanLost):  # `ended` decides below
             self.wait_ticket(self.ticket)
         return self.ended(_POLL_NS)
 
     def ended(self, nanoseconds: int = 0) -> bool:
-        """Has everything submitted ended, or been ended with the device? A driver must answer at once about one that is
-        lost."""
+        """Whether everything submitted has ended, or the device is lost: then the driver answers at once."""
         self._awaited[0] = self.ticket
         result = lib.vkWaitSemaphores(self.handle, self._wait, nanoseconds)
         self.pending = result not in (vk.VK_SUCCESS, vk.VK_ERROR_DEVICE_LOST)
         return not self.pending
 
     def forked(self) -> None:
-        """This process is a copy of the one that the device belongs to: nothing here may use it, nor read mapped
-        memory, which a child need not have."""
+        """In a forked child: nothing may use the device, nor read mapped memory, which may be missing here."""
         self.gone = partial(ForkedDevice, forked_message(self.info.label))
         self._done = -1
 

@@ -1,11 +1,9 @@
-"""TLB prefetch: after each step, a dispatch that nothing waits for reads one word of every page of what a step a little later
-will read, so that its address translations are in the GPU's TLBs by then.
+"""TLB prefetch: after each step, a dispatch reads one word of every page that a later step reads.
 
-An H200's TLBs cover about 4096 pages of 2 MiB. In a model of more bytes every weight misses once a token: a page-table
-walk at the start of the dispatch that waits for it. H200, 27B q4_0 (15.6 GB), us a layer: 101.9, with TLB prefetch 96.7.
+Nothing waits for the dispatch. An H200's TLBs cover about 4096 pages of 2 MiB; in a larger model every weight misses
+once per token. H200, 27B q4_0 (15.6 GB): 101.9 us a layer, 96.7 with prefetch.
 
-A large KV cache costs more page-table walks than it saves, since a step reads the blocks of its sequences only: caches of
-up to POOL are touched.
+KV caches above POOL are skipped: a step reads only its sequences' blocks, so the walks cost more than they save.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from hybrid.kernels.vulkan.memory import MIB, Slice
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-PAGE = 2 * MIB  # what drivers map large allocations in
-AHEAD = 3  # steps between the prefetch and the use: page-table walks take about as long as a short dispatch
-SLICES = 8  # that a dispatch of tlb_prefetch takes
-POOL = 64 * MIB  # of a KV cache: larger ones are not touched
+PAGE = 2 * MIB  # page size of large allocations
+AHEAD = 3  # steps between prefetch and use: a page-table walk takes about as long as a short dispatch
+SLICES = 8  # slices of one prefetch dispatch
+POOL = 64 * MIB  # largest KV cache that is prefetched
 
 
 class TlbPrefetch:
-    """Of one plan. `copies`: workgroups for each slice, by the tuning table (0: none)."""
+    """Prefetch of one plan. `copies`: workgroups per slice, by the tuning table (0: off)."""
 
     def __init__(self, rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor]) -> None:
         self.rec = rec
@@ -38,8 +36,8 @@ class TlbPrefetch:
         ]
 
     def record(self, steps: range) -> None:
-        """After these steps, the prefetch of what those AHEAD of them read; plans run again and again, so that the
-        first step follows the last."""
+        """After these steps, prefetch what the steps AHEAD of them read. Plans run repeatedly, so the first step comes
+        after the last."""
         if self.copies:
             ahead = [self.slices[(index + AHEAD) % len(self.slices)] for index in steps]
             prefetch(self.rec, [s for slices in ahead for s in slices], self.copies)
@@ -47,7 +45,7 @@ class TlbPrefetch:
 
 def prefetch(rec: Recorder, slices: Sequence[Slice], copies: int, page: int = PAGE) -> None:
     """Record a read of one word of every page (`page` bytes) of the largest of these slices, by `copies` workgroups
-    each; nothing where there are none. Small slices share their pages with others."""
+    each. Records nothing without slices."""
     slices = sorted((s for s in slices if s.size >= 4), key=lambda s: -s.size)[:SLICES]
     if not slices:
         return
@@ -63,6 +61,6 @@ def prefetch(rec: Recorder, slices: Sequence[Slice], copies: int, page: int = PA
 
 
 def _read(plan: Plan, tensors: Mapping[str, DeviceTensor], step: Step, kind: str) -> list[Slice]:
-    """What a step reads once a pass; activations are used again and again, so that their pages stay in the TLBs."""
+    """Slices that a step reads once a pass. Activations are left out: reuse keeps their pages in the TLBs."""
     kept = [tensors[n] for n in dict.fromkeys(step.args.values()) if plan.tensors[n].kind == kind]
     return [part for tensor in kept for chunk in tensor.chunks for part in chunk.parts]

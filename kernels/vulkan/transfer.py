@@ -1,7 +1,7 @@
 """Copies between host arrays and device memory through a ring of mapped chunks, in queue order.
 
-Uploads are packed into a chunk and submitted together: when it is full, and before anything else is submitted. The
-chunks are used in turn, so that the host fills one while the device copies from another.
+Uploads are packed into a chunk and submitted together: when it is full, and before any other submit. The host fills one
+chunk while the device copies another.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Transfer:
         self.pending = False
 
     def _slot(self) -> _Slot:
-        """The next chunk of the ring, free for the host. Allocated when first needed: mapped devices hardly need
-        any."""
+        """The next chunk of the ring, free for the host; allocated on first use."""
         while len(self.slots) < SLOTS:
             staging = self.memory.allocate(self.chunk, "staging", "read")
             self.slots.append(_Slot(self.device.command_buffer(), staging))
@@ -51,8 +50,7 @@ class Transfer:
         return slot
 
     def upload(self, target: Slice, data: np.ndarray) -> None:
-        """Write bytes (u8 array, in the order of its axes) to the start of `target`; in force for everything submitted
-        later."""
+        """Write bytes (u8 array, in axis order) to the start of `target`; visible to everything submitted later."""
         data, done = np.ascontiguousarray(data).reshape(-1), 0
         while done < data.size:
             slot = self._slot()
@@ -124,13 +122,13 @@ class Transfer:
 
 
 def begin(device: VulkanDevice, command: Any) -> None:
-    """Record anew, for one submit. Whatever was submitted before ended with a barrier to everything after it."""
+    """Start recording for one submit. Every earlier submit ended with a barrier."""
     vk.vkBeginCommandBuffer(command, vk.VkCommandBufferBeginInfo(flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
 
 
 def submit(device: VulkanDevice, command: Any, nbytes: int) -> int:
-    """End and submit what `begin` began, which moves so many bytes; returns the ticket. In force for everything
-    submitted later."""
+    """End and submit what `begin` started; returns the ticket. nbytes: bytes moved. Visible to everything submitted
+    later."""
     device.barrier_all(command)
     vk.vkEndCommandBuffer(command)
     device.counters.transfers += 1

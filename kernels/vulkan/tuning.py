@@ -1,12 +1,11 @@
-"""Which tile, split or variant a kernel family takes on this device: small committed tables, one per device class.
+"""Tuning tables: the tile, split or variant of a kernel family on this device. One committed table per device class.
 
     rec.device.tuning.choose("linear.gemv", {"ROWS": 4, "SPLIT": 1}, w="q4_0", x="q8_act", rows=1, n=n, k=k) -> dict
 
-`tuning/space.toml` declares each family: the facts it is chosen by and the values that each of its numbers may take,
-all of which conformance runs. `tuning/CLASS.toml` holds what `python -m perf.tune` found: the first entry of the family
-whose `when` holds for the facts gives its `use`, merged over the binding's default. A device of no known class gets
-`default.toml`. A number of workgroups may be a multiple of what the device states: "2 * cores". A bad entry costs
-speed, never correctness.
+`tuning/space.toml` declares each family: the facts it is chosen by and the candidates of each parameter, all of which
+conformance runs. `tuning/CLASS.toml` holds the results of `python -m perf.tune`: the first entry of the family whose
+`when` holds gives its `use`, merged over the binding's default. Unknown devices get `default.toml`. A number of
+workgroups may be a multiple of the device's cores: "2 * cores". A bad entry costs speed, never correctness.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ Condition = Value | tuple[Value, ...]
 _BOUND = re.compile(r"(>=|<=|>|<)\s*(\d+)")
 _SPAN = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
 _CORES = re.compile(r"(\d+) \* cores")
-UNCOUNTED = 24  # workgroups that even a small device runs at once, where it does not state its cores
+UNCOUNTED = 24  # concurrent workgroups assumed where the device does not report its cores
 
 
 def holds(condition: Condition, value: Value) -> bool:
-    """Equality; a list holds where one of it does; ">=N", ">N", "<=N", "<N" and "A..B" (both included) bound a
-    number."""
+    """Whether a value meets a condition: equality; any of a list; ">=N", ">N", "<=N", "<N" and "A..B" (both included)
+    for numbers."""
     if isinstance(condition, tuple):
         return any(holds(c, value) for c in condition)
     if isinstance(condition, str) and isinstance(value, int):
@@ -51,14 +50,14 @@ def holds(condition: Condition, value: Value) -> bool:
 
 
 class Family(Model):
-    """One family of kernels: what its choice may depend on, and what may be chosen."""
+    """One family of kernels: the facts it is chosen by, and its candidates."""
 
     name: str
     summary: str
     op: str
     """The operation whose workloads the sweep times, and whose cases prove each candidate."""
     needs: str | None = None
-    """Capability without which no binding asks."""
+    """Device feature that its bindings require."""
     fused: bool = False
     """Asked where `op` begins a fused group (kernels/vulkan/groups.py): no single step's sweep or case reaches it."""
     facts: tuple[str, ...] = Field(min_length=1)
@@ -73,7 +72,7 @@ class Family(Model):
         return value
 
     def check(self, use: Mapping[str, Value]) -> None:
-        """FieldError for a number that the family does not have, or a value that is no candidate of it."""
+        """FieldError for a parameter or value that the family does not declare."""
         for key, value in use.items():
             if key not in self.candidates:
                 raise FieldError(key, f"{self.name} has no such number{nearest(key, self.candidates)}")
@@ -106,7 +105,7 @@ class Space(Model):
 
 
 class Match(Model):
-    """What a class of devices has in common; what is not written does not matter."""
+    """Traits of a device class; an omitted field matches every device."""
 
     vendor: str | None = None
     driver: str | None = None
@@ -122,7 +121,7 @@ class Match(Model):
 
 
 class Measured(Model):
-    """Where the figures of a family come from."""
+    """Provenance of a family's figures."""
 
     device: str
     driver: str
@@ -131,7 +130,7 @@ class Measured(Model):
 
 
 class Entry(Model):
-    """Where `when` holds for the facts, the family takes `use`."""
+    """`use` of a family where `when` holds for the facts."""
 
     name: str
     when: dict[str, Condition] = Field(default_factory=dict)
@@ -156,7 +155,7 @@ class Entry(Model):
 
 
 class Passes(Model):
-    """What whole passes of a model take on this class of devices, where `when` holds for its numbers."""
+    """Plan settings of this device class where `when` holds for the model."""
 
     when: dict[Literal["hidden"], Condition] = Field(default_factory=dict)
     few_rows: int = Field(ge=0, le=512)
@@ -169,7 +168,7 @@ class Table(Model):
     schema_version: Literal[1] = Field(alias="schema")
     match: Match
     passes: tuple[Passes, ...] = ()
-    """The first whose conditions hold."""
+    """The first match applies."""
     measured: dict[str, Measured] = Field(default_factory=dict)
     """By family."""
     family: tuple[Entry, ...] = ()
@@ -205,7 +204,7 @@ def tables() -> dict[str, Table]:
 
 
 def traits(report: Report, subgroup: int) -> dict[str, Value]:
-    """What a device's class is chosen by."""
+    """Traits that select a device's class."""
     return {
         "vendor": report.vendor,
         "driver": report.driver_id,
@@ -215,14 +214,14 @@ def traits(report: Report, subgroup: int) -> dict[str, Value]:
 
 
 def device_class(device: Mapping[str, Value]) -> str:
-    """The class with the most traits that are all this device's; `default` where none is."""
+    """The matching class with the most traits; `default` where none matches."""
     fitting = [name for name, table in tables().items() if table.match.holds(device)]
     return max(fitting, key=lambda name: len(tables()[name].match.written))
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question of a binding, and the answer."""
+    """One query of a binding, and the answer."""
 
     family: str
     facts: Mapping[str, Value]
@@ -230,7 +229,7 @@ class Asked:
 
 
 def _space() -> str:
-    """For messages: the file that declares what may be chosen."""
+    """Path of space.toml, for messages."""
     return shown_path(TABLES / f"{SPACE}.toml")
 
 
@@ -246,8 +245,8 @@ class Tuning:
         self._asked: list[Asked] | None = None
 
     def choose(self, family: str, default: Mapping[str, Any], **facts: Value) -> dict[str, Any]:
-        """`default` with what the table says over it. SpecError for a family, fact or default that space.toml does not
-        declare: what may be chosen must be known to conformance."""
+        """`default` overridden by the table. SpecError for a family, fact or default that space.toml does not declare:
+        conformance must know all candidates."""
         declared = space().named(family)
         if set(facts) != set(declared.facts):
             raise SpecError(
@@ -273,7 +272,7 @@ class Tuning:
         return {key: self._counted(value) for key, value in use.items()}
 
     def _counted(self, value: Value) -> Value:
-        """A multiple of the device's cores as a number."""
+        """The value, with a multiple of the device's cores resolved."""
         found = _CORES.fullmatch(value) if isinstance(value, str) else None
         return int(found[1]) * self._cores if found else value
 
@@ -290,7 +289,7 @@ class Tuning:
 
     @contextmanager
     def forced(self, family: str, use: Mapping[str, Value], **facts: Value) -> Iterator[None]:
-        """Plans compiled inside take `use` whatever the table says, where these facts hold: for sweeps, proofs and
+        """Plans compiled within take `use` where these facts hold, whatever the table says: for sweeps, conformance and
         ablations."""
         space().named(family).check(use)
         before = self._forced
@@ -302,7 +301,7 @@ class Tuning:
 
     @contextmanager
     def watched(self) -> Iterator[list[Asked]]:
-        """Collects what is asked while plans are compiled inside."""
+        """Collect the queries of plans compiled within."""
         before, self._asked = self._asked, []
         try:
             yield self._asked

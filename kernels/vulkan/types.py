@@ -7,7 +7,7 @@ from hybrid.core.dtypes import ACTIVATION_TYPES, CACHE_TYPES
 PLAIN = ("f32", "f16", "bf16")
 QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SCALED = ("q8_0", "q4_0")
-"""Codes and one scale for each block: what is read by columns, and multiplied within larger kernels."""
+"""Codes and one scale per block: types stored by columns, and multiplied within larger kernels."""
 LISTS = {
     "plain": PLAIN,
     "quantised": QUANTISED,

@@ -1,4 +1,4 @@
-"""The speed-up of each optimisation on the device at hand: the same decode with it, and without it, run in turn.
+"""Speed-up of each optimisation on a device: the same decode with and without it, run alternately.
 
     python -m perf.ablate --random gemma3-27b --device vulkan
     python -m perf.ablate model.gguf --only fused-ffn int8-activations
@@ -82,7 +82,7 @@ def program_without(made: Engine, switches: Sequence[Switch]) -> Program:
 def opened(
     checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int
 ) -> Iterator[Engine]:
-    """An engine with the schedule that the switches leave, whose cache has been filled."""
+    """An engine with the remaining switches' schedule and a filled cache."""
     from hybrid.kernels.vulkan.device import open_device
 
     with open_device(device) as found:
@@ -138,7 +138,7 @@ class Ablation:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the baseline is and runs on."""
+        """Description of the baseline and its device."""
         made, _ = self._engine([])
         return {
             "device": made.device.name,

@@ -58,7 +58,7 @@ class Override(Model):
 
 
 class Switch(Model):
-    """One optimisation, and what takes it away."""
+    """One optimisation, and how to switch it off."""
 
     name: str
     summary: str
@@ -66,7 +66,7 @@ class Switch(Model):
     profile: Profile | None = None
     tuning: Override | None = None
     beside: tuple[str, ...] = ()
-    """Switches of what cannot stay without it: its speed-up is measured on plans without those too."""
+    """Switches that depend on this one: its speed-up is measured on plans without them too."""
 
     @model_validator(mode="after")
     def _validate_one(self) -> Switch:

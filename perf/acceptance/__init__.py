@@ -1,5 +1,5 @@
-"""How often a draft's guesses are accepted, and what that gives: figures of pairs that were measured (pairs.toml beside
-this), and the arithmetic of passes. `python -m perf.acceptance` measures a pair."""
+"""Acceptance rates of draft models and the speed that they give: measured pairs (pairs.toml), and the arithmetic of
+passes. `python -m perf.acceptance` measures a pair."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pydantic import Field
 from hybrid.spec.load import Model, load_toml
 
 LENGTHS = tuple(range(1, 9))
-"""Guesses a pass that figures are given for."""
+"""Draft lengths that figures are given for."""
 FILE = Path(__file__).with_name("pairs.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """choices: of the model; agreed: the share that the draft chooses too; tokens: by the number of guesses a pass,
-    tokens that come of a pass."""
+    """choices: sampled tokens of the model; agreed: share of them that the draft samples too; tokens: tokens per
+    pass, by draft length."""
 
     choices: int
     agreed: float
@@ -29,7 +29,7 @@ class Measured:
 
 
 class Pair(Model):
-    """[[pair]] of pairs.toml: two models and how often the second guesses the first."""
+    """[[pair]] of pairs.toml: two models and the acceptance rate of the second's drafts."""
 
     model: str
     draft: str
@@ -38,7 +38,7 @@ class Pair(Model):
     choices: int = Field(gt=0)
     agreed: float = Field(ge=0, lt=1)
     tokens: tuple[float, ...] = Field(min_length=len(LENGTHS), max_length=len(LENGTHS))
-    """Tokens of a pass with 1, 2, .. guesses."""
+    """Tokens per pass with 1, 2, .. draft tokens."""
     provenance: Literal["measured"]
     source: Annotated[str, Field(min_length=1)]
 
@@ -50,14 +50,14 @@ class Pairs(Model):
 
 @lru_cache(maxsize=1)
 def pairs() -> tuple[Pair, ...]:
-    """What has been measured. SpecError for a file that is wrong."""
+    """The measured pairs. SpecError for an invalid file."""
     return load_toml(FILE, Pairs).pair
 
 
 def passes(agreed: Sequence[bool], length: int) -> int:
-    """Passes that speculation with `length` guesses takes for a text of len(agreed) choices. agreed: where the draft,
-    after the same tokens, chooses what the model does. A pass gives the guesses up to the first wrong one, and one
-    token more."""
+    """Passes of speculation with `length` draft tokens for a text of len(agreed) tokens. agreed: where the draft,
+    after the same tokens, samples the model's token. A pass gives the drafts before the first mismatch, and one token
+    more."""
     at = count = 0
     while at < len(agreed):
         right = 0

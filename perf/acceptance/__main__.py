@@ -1,11 +1,10 @@
-"""How often a draft's guesses are accepted: `python -m perf.acceptance MODEL DRAFT --text FILE`.
+"""Acceptance rate of a draft model: `python -m perf.acceptance MODEL DRAFT --text FILE`.
 
-A guess is accepted where it is what the model chooses (specs: the choice depends on seed, position and logits alone,
-and the draft shares the noise). So a pair need not be run together: the model writes a text, the draft says at every
-position of it what it would have chosen there, and speculation with k guesses a pass is played along where the two
-agree. What is measured is a property of the two models and the text; the device matters by its rounding alone.
+A draft token is accepted where it equals the model's sample (specs: the sample depends on seed, position and logits alone,
+and the draft shares the noise). So a pair need not be run together: the model writes a text, the draft samples at
+every position of it, and speculation with k draft tokens a pass is simulated from where the two agree. What is measured is a property of the two models and the text; the device matters by its rounding alone.
 
-perf.targets uses what lies in perf/acceptance/pairs.toml: --json prints the figures of a [[pair]] for it.
+perf.targets uses perf/acceptance/pairs.toml: --json prints the figures of a [[pair]] for it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def measure(
 
 
 def _guesses(draft: Loaded, ids: Sequence[int], said: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """What the draft chooses at each position of a text, given what came before."""
+    """The draft's sample at each position of a text, given the text before it."""
     rows = draft.logits([*ids, *said])[len(ids) - 1 : -1, : draft.engine.target.n_tokens]
     for i, row in enumerate(rows):
         yield choose(row, sampling.words()[0], len(ids) - 1 + i, np.float32)
@@ -83,7 +82,7 @@ def table(found: Measured, model: str, draft: str) -> str:
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m perf.acceptance",
-        description="How often a draft guesses what a model chooses, and what that gives.",
+        description="Acceptance rate of a draft model, and the tokens per pass that it gives.",
     )
     p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("draft", metavar="DRAFT", help="the same, with the same tokenizer")

@@ -1,4 +1,4 @@
-"""Speed that stays: counts, sizes, compilers' statistics and ratios against committed values.
+"""Performance regression gates: counts, sizes, compiler statistics and ratios against committed values.
 
     python -m perf.gate                      # every group; worse than expected fails, better asks for renewal
     python -m perf.gate --only engine plans
@@ -44,9 +44,9 @@ class Gate(Model):
     statistics: tuple[str, ...] = ()
     expected: dict[str, float] = Field(default_factory=dict)
     processor: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """Of ratios: what is expected of each kind of processor and driver."""
+    """Of ratios: expected values by kind of processor and driver."""
     most: dict[str, float] = Field(default_factory=dict)
-    """Of ratios: what none may exceed on any processor."""
+    """Of ratios: the limit on any processor."""
 
     def margin_of(self, name: str) -> float:
         fitting = [m for pattern, m in self.margins.items() if fnmatch(name, pattern)]
@@ -55,7 +55,7 @@ class Gate(Model):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A number that is not what was expected."""
+    """A number outside its expected range."""
 
     group: str
     name: str
@@ -78,7 +78,7 @@ def load_gate(group: str) -> Gate:
 
 
 def compare(group: str, gate: Gate, expected: Mapping[str, float], found: Mapping[str, float]) -> list[Finding]:
-    """Every number that left its margin, that nobody expected, or that is gone."""
+    """Every number that left its margin, has no expected value, or is missing."""
     findings = []
     for name in sorted({*expected, *found}):
         margin = gate.margin_of(name)

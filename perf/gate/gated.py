@@ -1,5 +1,4 @@
-"""What the gates count: numbers that do not depend on how busy a machine is (perf.gate.ratios holds those that do a
-little).
+"""Gated numbers that do not depend on a machine's load (perf.gate.ratios has those that do a little).
 
 Each group is a function that returns numbers by name; perf/gates/GROUP.toml holds what is expected of them.
 """
@@ -102,7 +101,7 @@ def small_engine(**options: Any) -> Iterator[Engine]:
 
 
 def token(made: Engine) -> None:
-    """One token as a reader gets it who runs the passes."""
+    """One token, for a reader that runs the passes."""
     made.drive_step()
 
 
@@ -110,7 +109,7 @@ Step = Callable[[Engine], object]
 
 
 def sequence(made: Engine, prompt: Sequence[int], most: int) -> Handle:
-    """A request that decodes `most` tokens, none of whose prompt is found in the cache."""
+    """A request that decodes `most` tokens, without a cached prefix."""
     request = Request(0, prompt, Options(max_tokens=most, ignore_eos=True))
     request.private = True
     return made.drive(request)
@@ -134,7 +133,7 @@ def engine(step: Step = token, **options: Any) -> Numbers:
 
 
 def tokens(made: Engine, step: Step = token) -> Numbers:
-    """What one more token of a sequence costs."""
+    """Cost of one more token of a sequence."""
     running = sequence(made, range(2, 2 + PROMPT), WARM + STEPS + 8)
     for _ in range(WARM):
         step(made)

@@ -1,4 +1,4 @@
-"""Ratios of two programs run in turn in one process, and what is expected of them on which kind of processor.
+"""Ratios of two programs run alternately in one process, and their expected values by kind of processor.
 
 A ratio depends on what a processor and the driver's code for it are good at, so one is expected of each kind: those of
 perf/gates/ratios.toml were measured with care. On any other kind the first run is learned: it is kept in
@@ -39,7 +39,7 @@ Work = Callable[[], object]
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """The least of all runs of one program over the least of the other's; low, high: the same of each half of the runs,
-    and of the whole. What lies between them is this measurement's own scatter."""
+    and of the whole. The range between them is this measurement's scatter."""
 
     value: float
     low: float
@@ -67,7 +67,7 @@ def measured(expected: Mapping[str, float], margin: float) -> dict[str, Ratio]:
 
 def steady(take: Callable[[], Ratio], expected: float | None, margin: float) -> Ratio:
     """A measurement that neither scatters by more than `margin` nor is that far from `expected`; else the middle of
-    TRIES, with what lies between all of them."""
+    TRIES, with the range over all of them."""
     tries: list[Ratio] = []
     for _ in range(TRIES):
         tries.append(found := take())
@@ -140,7 +140,7 @@ def processor(cpuinfo: str) -> str:
 
 
 class Learned(Model):
-    """What the first run on a kind of processor found."""
+    """Ratios of the first run on a kind of processor."""
 
     date: str
     ratios: dict[str, float]
@@ -169,7 +169,7 @@ def load_store() -> Store:
 
 
 def learn(kind: str, ratios: Mapping[str, float]) -> None:
-    """Keep what was found on a kind of processor; nothing of another kind is lost."""
+    """Store the ratios of a kind of processor; other kinds are kept."""
     path, known = store_path(), load_store()
     found = Learned(date=datetime.now(timezone.utc).strftime("%Y-%m-%d"), ratios=dict(ratios))
     whole = known.model_copy(update={"processor": {**known.processor, kind: found}})

@@ -1,5 +1,5 @@
-"""Every pipeline that a schedule can ask for, compiled for the Radeon 780M without one: statistics, mix, rules, and a
-modelled token time.
+"""Compile every pipeline that a schedule can use for the Radeon 780M, without the GPU: statistics, instruction mix, rules,
+and a modelled token time.
 
     python -m perf.isa                      # every kernel on every RADV that is here, rules checked
     python -m perf.isa --model gemma3-27b   # modelled time of a token on the 780M, with the instructions counted
@@ -81,7 +81,7 @@ class Rules(Model):
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What the rules say of a table: lines for broken ones, exceptions in use, and exceptions that nothing needs."""
+    """Check a table by the rules: lines for broken rules, exceptions in use, and unused exceptions."""
 
     broken: tuple[str, ...]
     excused: tuple[str, ...]

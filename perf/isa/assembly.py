@@ -1,4 +1,4 @@
-"""What a kernel's gfx11 assembly consists of: counts by kind of instruction, and its hot loop.
+"""Statistics of a kernel's gfx11 assembly: counts by kind of instruction, and its hot loop.
 
 The hot loop is the innermost loop with the most multiply-adds; what it issues for each multiply-add bounds a kernel
 that is not bound by memory. A wave32 vector instruction takes one cycle of its SIMD, a WMMA 32 (16x16x16 products), a

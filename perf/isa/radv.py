@@ -1,7 +1,7 @@
 """Compiles the project's pipelines for the Radeon 780M where there is none: RADV's null device, asked for the
 statistics and the assembly of every pipeline (VK_KHR_pipeline_executable_properties).
 
-Runs in a process of its own, started by perf.mesa with the environment that RADV needs:
+Runs in a separate process, started by perf.mesa with the environment that RADV needs:
     RADV_FORCE_FAMILY=gfx1103_r1 VK_DRIVER_FILES=.../radeon_icd.x86_64.json python -m perf.isa.radv [SHARE TABLES] >
     table.json
 SHARE and TABLES (a folder of tables by version, as perf/gfx1103): of the kernels whose SPIR-V is that of the table, one
@@ -44,7 +44,7 @@ Key = tuple[str, tuple[tuple[str, int], ...]]
 
 
 class Capturing(KernelCache):
-    """Pipelines that keep what their compiler knows."""
+    """Pipelines that keep compiler statistics."""
 
     create_flags = CAPTURE
 

@@ -1,4 +1,4 @@
-"""python -m perf.npu: modelled times of NPU designs, and how far the model is from what others have measured.
+"""python -m perf.npu: modelled times of NPU designs, and the model's residuals against published measurements.
 
 python -m perf.npu                    the residuals: three measurements fitted, the others predicted
 python -m perf.npu --fit              the parameters that the three give (they stand in the device sheets)

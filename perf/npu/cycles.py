@@ -1,4 +1,4 @@
-"""Modelled times of NPU designs, and how far the model is from what others have measured.
+"""Modelled times of NPU designs, and the model's residuals against published measurements.
 
 Nothing here is a measurement of this project: no design has run on an NPU. A core's step over K takes the longer of its
 multiply-adds and its loads, then loads, adds to and stores its tile of C. A run takes the longest of its cores, its
@@ -120,7 +120,7 @@ def run_times(p: Product, r: Rates, chained: bool = False) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement and what the model says of it."""
+    """One measurement and its modelled value."""
 
     name: str
     source: str
@@ -193,7 +193,7 @@ def residuals() -> str:
 
 
 def provenance() -> list[str]:
-    """What the predictions say, and what they do not."""
+    """Summary of the predictions, and their limits."""
     held = [row for row in rows() if not row.fitted]
     given = [k for kind in ("kernel", "array") for k in measured()[kind] if "issue" in k]
     paper = [row for row in held if row.source == "taka"]

@@ -1,4 +1,4 @@
-"""What the host does for a run of the NPU, measured on this machine: python -m perf.npu --host.
+"""Host time of an NPU run, measured: python -m perf.npu --host.
 
 The operations' own host code (kernels/npu/ops.py, attend.py) with everything but the NPU: operands dealt out into
 buffers, what changed found, results taken and scaled. Runs end at once and sync costs nothing, so an NPU's machine
@@ -32,7 +32,7 @@ CONTEXT = 8192
 
 
 class Instant:
-    """kernels.npu.ops.Npu whose runs take no time: their results are what the buffers held."""
+    """kernels.npu.ops.Npu with runs of no duration: results are the buffers' old contents."""
 
     def __init__(self) -> None:
         self.views = KeyViews(in_pages)

@@ -1,4 +1,4 @@
-"""What it is worth to have two prefill chunks in flight, one on each device (python -m perf.npu --pipeline). Modelled.
+"""Modelled gain of two prefill chunks in flight, one on each device: python -m perf.npu --pipeline.
 
 One after another, a chunk takes the sum of what its segments take on either device; with two in flight a device runs
 the other chunk meanwhile, and a long prompt takes what the busier device has to do. A segment on the NPU is the run, the

@@ -1,4 +1,4 @@
-"""Where the time of a token or of a prompt goes, by operation, from the device's timestamps.
+"""Time of a token or a prompt by operation, from the device's timestamps.
 
     python -m perf.profile --random gemma3-27b --phase decode --context 512 --picture decode.png
 
@@ -54,7 +54,7 @@ class OpRow:
     nbytes: int
     flops: int
     floor_us: float
-    """What its bytes and operations would take at the rates of this run's probes."""
+    """Time of its bytes and operations at the rates of this run's probes."""
 
     @property
     def gb_per_second(self) -> float:
@@ -186,7 +186,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What --json printed into a file. ValueError for anything else."""
+    """Read a file that --json printed. ValueError for anything else."""
     try:
         report = json.loads(path.read_text())
     except ValueError:
@@ -197,7 +197,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def subject(report: Mapping[str, Any]) -> str:
-    """What was profiled, for people."""
+    """The profile as text."""
     batch = report.get("batch", 1)
     what = (
         f"one token after {report['context']}"

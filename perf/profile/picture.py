@@ -1,4 +1,4 @@
-"""A profile as a picture: time by operation, and the steps of the first pass in their order."""
+"""A profile as a picture: time by operation, and the steps of the first pass in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(path: Path) -> None:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture of what perf.profile measured."""
+    """Write the picture of a profile."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Measured runs, kept: perf/records/*.json, one file for each device and commit.
+"""Schema of measured runs: perf/records/*.json, one file per device and commit.
 
     python -m perf.record bench.json ablate.json profile.json --proof proof.xml --clock "not locked"
 
@@ -59,7 +59,7 @@ class Run(Model):
     schedule: str = ""
     tokens_per_submit: int = 1
     share: float | None = None
-    """Of what the same run's probe reached: of the copy in decode, of the matrix product in prefill."""
+    """Share of the same run's probe: of the copy in decode, of the matrix product in prefill."""
     host_us: float | None = None
     dispatches: float = 0.0
     """Of a pass."""
@@ -98,7 +98,7 @@ class Speedup(Model):
 
 
 class Ablation(Model):
-    """What perf.ablate found for one model."""
+    """Results of perf.ablate for one model."""
 
     model: str
     dtype: str
@@ -114,7 +114,7 @@ class Ablation(Model):
 
 
 class OpTime(Model):
-    """All steps of one operation in a pass: device time, and what the probes' rates would need for the same."""
+    """All steps of one operation in a pass: device time, and time at the probes' rates."""
 
     op: str
     calls: int
@@ -152,7 +152,7 @@ class Record(Model):
     """As the device names itself."""
     driver: Annotated[str, Field(min_length=1)]
     clock: str
-    """What is known of the device's clocks during the run."""
+    """The device's clock settings during the run."""
     host: str = ""
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}(\+changes)?$")]
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}(T\d{2}:\d{2})?$")]
@@ -165,7 +165,7 @@ class Record(Model):
     profiles: tuple[Profile, ...] = ()
 
     def commands(self) -> list[str]:
-        """What made its figures."""
+        """Provenance of the figures."""
         return [
             *(r.command for r in self.runs),
             *(p.command for p in self.profiles),

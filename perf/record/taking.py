@@ -1,4 +1,4 @@
-"""Taking in what was measured: the JSON of hybrid.bench, perf.ablate and perf.profile, with the proof of the kernels
+"""Import measurements into a record: the JSON of hybrid.bench, perf.ablate and perf.profile, with the proof of the kernels
 that ran (`python -m perf.record`).
 
 The proof is the JUnit file of conformance/ops/test_ops.py, run whole on that device: it names the device and the digest
@@ -25,11 +25,11 @@ from hybrid.perf.record.schema import Ablation, OpTime, Profile, Proof, Record, 
 
 MANIFEST = "kernels/vulkan/spirv/manifest.json"
 Made = Mapping[str, Any]
-"""What a command printed with --json."""
+"""A command's --json output."""
 
 
 def proof_of(path: Path, device: str) -> Proof:
-    """What a JUnit file of the suite proves. SpecError where anything failed, or it is about another device."""
+    """The proof in a JUnit file of the suite. SpecError where a test failed, or for another device."""
     suite = next(ET.parse(path).getroot().iter("testsuite"))
     said = {p.get("name"): p.get("value", "") for p in suite.iter("property")}
     count = {k: int(suite.get(k, "0")) for k in ("tests", "failures", "errors", "skipped")}

@@ -1,4 +1,4 @@
-"""One static page of everything that is known about speed, with its pictures; or its measured tables as Markdown.
+"""A static page of all speed figures and pictures, or the measured tables as Markdown.
 
     python -m perf.report                 # build/report/index.html and *.svg
     python -m perf.report --markdown      # the tables of perf/records, printed

@@ -1,4 +1,4 @@
-"""The tables of perf/records as Markdown: what `python -m perf.report --markdown` prints and the site shows."""
+"""The tables of perf/records as Markdown, for `python -m perf.report --markdown` and the site."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def kernel_chart(table: Mapping[str, Mapping[str, Any]], version: str) -> Chart:
 
 
 def speedups(found: Ablation, device: str) -> Chart:
-    """Times faster with each optimisation; the line spans what single pairs showed."""
+    """Speed-up of each optimisation; the line spans the single pairs."""
     high = 1.1 * max(2.0, *(w.high for w in found.speedups))
     chart = Chart(
         1110,

@@ -46,7 +46,7 @@ class Which(Model):
 
 
 class Step(Model):
-    """An operation of the profile, and what the page calls it."""
+    """An operation of the profile, and its name on the page."""
 
     op: str
     shown: str

@@ -1,4 +1,4 @@
-"""The tables of what was measured, as text: perf.report makes HTML of them, or Markdown."""
+"""Tables of measurements, which perf.report renders as HTML or Markdown."""
 
 from __future__ import annotations
 

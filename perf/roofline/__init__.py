@@ -1,1 +1,1 @@
-"""What bounds a model on a device, by the declared costs of its operations."""
+"""Roofline of a model on a device, from the declared costs of its operations."""

@@ -1,4 +1,4 @@
-"""python -m perf.roofline: what a device allows a model (perf/roofline/model.py), as tables, JSON or a picture."""
+"""python -m perf.roofline: the roofline of a model on a device (perf/roofline/model.py), as tables, JSON or a picture."""
 
 from __future__ import annotations
 

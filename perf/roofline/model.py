@@ -1,4 +1,4 @@
-"""What a device allows: time, bytes and operations of every step of a pass, what bounds each, and tokens per second.
+"""Roofline model: time, bytes and operations of every step of a pass, the bound of each, and tokens per second.
 
 Everything here is modelled, from the operations' cost expressions and a device sheet (specs/devices):
   ceiling   weights and caches cross memory once at its peak, all arithmetic runs at its peak, and both overlap fully;
@@ -31,7 +31,7 @@ _PEAKS: dict[Rate, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One step's time in seconds and what sets it: memory, a rate (int8, f16, f32) or dispatch."""
+    """One step's time in seconds and its bound: memory, a rate (int8, f16, f32) or dispatch."""
 
     item: Item
     seconds: float
@@ -40,7 +40,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One pass on one device. `bound` is what most of the time is spent on."""
+    """One pass on one device. `bound`: the bound with the largest share of time."""
 
     level: Level
     work: Work
@@ -123,7 +123,7 @@ def _timed(item: Item, sheet: DeviceSheet, level: Level, times: dict[tuple[objec
 
 
 def _time(item: Item, sheet: DeviceSheet, level: Level) -> tuple[float, str]:
-    """Seconds of a step, and what bounds it."""
+    """Seconds of a step, and its bound."""
     moved = item.nbytes if level == "expected" else item.nbytes - item.activations
     parts: dict[str, float] = {
         "memory": moved / bandwidth(sheet, level),
@@ -153,7 +153,7 @@ class Speculation:
     """One sequence with `length` drafted tokens per pass, of which each is accepted with `acceptance`."""
 
     draft: Subject | None
-    """The draft model; None: guesses are looked up in the text, which costs nothing beside a pass."""
+    """The draft model; None: drafts are looked up in the text, at no cost beside a pass."""
     length: int
     acceptance: float
     on: DeviceSheet | None = None
@@ -188,7 +188,7 @@ class Speculation:
         each, shared = at_least(draft, self.on, level), bandwidth(find_sheet(self.on.device.shares), level)
         if level == "ceiling":
             return max(verifying, self.length * each, (verification.streamed + self.length * draft.streamed) / shared)
-        # Beside a verification the token after its guesses is guessed too. What was drafted
+        # Beside a verification the token after its drafts is drafted too. What was drafted
         # continues from all of them, or is discarded.
         ahead, drafting, ready = self.length + 1, self.length * each, self.acceptance ** (self.length + 1)
         together = max(verifying, ahead * each, (verification.nbytes + ahead * draft.nbytes) / shared)

@@ -34,7 +34,7 @@ Rate = Literal["int8", "f16", "f32"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One step: what it computes with, operations, bytes, dispatches, and how many of them wait for another."""
+    """One step: number type, operations, bytes, dispatches, and how many dispatches wait for another."""
 
     name: str
     op: str
@@ -78,7 +78,7 @@ class Subject(ABC):
 
     name: str
     basis: str
-    """What the figures follow from."""
+    """Inputs of the figures."""
 
     @abstractmethod
     def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int, counted: bool = True) -> Work:

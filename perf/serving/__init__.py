@@ -1,2 +1,1 @@
-"""A server and its scheduler, measured: what clients see, whether answers are right under load, what scheduling
-costs."""
+"""Measurements of the server and its scheduler: client latencies, correct answers under load, scheduling cost."""

@@ -1,4 +1,4 @@
-"""python -m perf.serving.clients: what the clients of a running server see, in the figures of `hybrid.bench
+"""python -m perf.serving.clients: client-side figures of a running server, as in `hybrid.bench
 --requests`.
 
 The same seed draws the same requests as there: arrivals, prompts of token ids, lengths; an end of text ends nothing.

@@ -1,4 +1,4 @@
-"""python -m perf.serving.fuzz: a server under requests that nobody means, and whether it stays whole.
+"""python -m perf.serving.fuzz: fuzz a server with malformed requests and check that it survives.
 
 Bodies grow from valid ones of every endpoint: values of another kind, keys that are gone, doubled or renamed, depth,
 length, odd numbers and texts, parts of other bodies, schemas with hostile keywords. Some are then sent in an odd way:
@@ -800,7 +800,7 @@ def cut(draw: Draw, path: str, body: bytes) -> Request:
 
 
 def _left(draw: Draw, about: str, sent: tuple[bytes, ...], patient: float = 0.1) -> Request:
-    """By a client that does not wait for what may not come; a few do."""
+    """Sent mostly by clients that do not wait for an answer."""
     if draw.random() < patient:
         return Request(about, sent)
     return Request(about, sent, leave=0, pause=draw.choice((0.0, 0.0, 0.01, 0.05)), reset=draw.random() < 0.3)
@@ -1125,7 +1125,7 @@ LEAKS = (
     sys.prefix,
     str(Path(__file__).resolve().parents[2]),
 )
-"""What only a traceback, a path of the machine or the insides of a parser have."""
+"""Text that appears only in a traceback, a local path or a parser's internals."""
 
 
 def _is_object(body: bytes) -> bool:
@@ -1472,7 +1472,7 @@ def _told(to: Server, found: Found) -> None:
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m perf.serving.fuzz",
-        description="Send a server requests that nobody means: bodies grown from valid ones, in odd ways.",
+        description="Send a server malformed requests: bodies grown from valid ones, in odd ways.",
         epilog="Exit code 1 where an answer is an error of the server or no declared one, where /health stalls, or where requests "
         "or memory stay. The first request that shows it is written to a file.",
     )

@@ -1,4 +1,4 @@
-"""python -m perf.serving.load: a server under load, and whether every answer is right.
+"""python -m perf.serving.load: check every answer of a server under load.
 
 Requests of a fixed seed, many at a time, against a server on this machine: whole and streamed answers, clients that
 leave in the middle or at once, bodies that are broken, keys that are wrong, fields that cannot be. Each text must equal

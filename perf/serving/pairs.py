@@ -1,4 +1,4 @@
-"""python -m perf.serving.pairs: what the server adds to its engine, both measured in turn on one loaded model.
+"""python -m perf.serving.pairs: the server's overhead over its engine, measured alternately on one loaded model.
 
 Each round draws requests, all at once, and sends them first to the engine (`Model.submit`, read by asyncio in this
 process), then through HTTP to a server in this process (perf.serving.clients, in a process of its own). Beside the

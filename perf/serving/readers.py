@@ -1,5 +1,5 @@
-"""What an engine's thread costs the host for each pass while asyncio reads every token, without a device: the passes
-are submitted to one that does nothing and answers after a time."""
+"""Host cost per pass of an engine's thread while asyncio reads every token. Passes go to a stub device that answers
+after a fixed time."""
 
 from __future__ import annotations
 

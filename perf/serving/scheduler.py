@@ -1,4 +1,4 @@
-"""python -m perf.serving.scheduler: what the scheduler costs the host for each pass, without any device.
+"""python -m perf.serving.scheduler: host cost of the scheduler per pass, without a device.
 
 Method: B sequences of 200 to 231 tokens decode in blocks of 32 positions, with local layers of a window of 1024; the
 process's time (of the processor, not of the clock) of each call over the passes after the first 40. Blocks are full

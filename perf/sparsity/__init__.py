@@ -1,5 +1,5 @@
-"""What sparse feed-forwards (Gemma 3n's first layers) need of their weights: measured on a text, and what leaving out
-the rest saves a device, modelled.
+"""Share of weights that sparse feed-forwards (Gemma 3n's first layers) need, measured on a text, and the modelled saving
+of not reading the rest.
 
 A row of up is needed where some token of a pass has a gate above its threshold, a column of down where some token's
 activation is not zero as it is stored. A pass reads the union of what its tokens need. Two kinds of tokens are looked

@@ -1,5 +1,5 @@
-"""python -m perf.sparsity MODEL --text FILE: what sparse feed-forwards need of their weights, and what that saves a
-device.
+"""python -m perf.sparsity MODEL --text FILE: the share of weights that sparse feed-forwards need, and the
+modelled saving.
 
 The model runs on cpu over beginnings of the text's stretches; every sparse feed-forward is watched. The shares are
 those of MODEL; times are modelled for a published size (--for) on a device sheet.

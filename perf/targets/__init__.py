@@ -1,4 +1,4 @@
-"""Every speed that was asked for, judged: possible on the APU or not, in which configuration, bound by what.
+"""Speed targets: whether the APU can reach each one, in which configuration, and its bound.
 
     python -m perf.targets                               # the table
     python -m perf.targets --memory 16GiB --want 50      # what to run for 50 tok/s in 16 GiB
@@ -275,7 +275,7 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
 
 
 def _guessing(t: Target, sheet: DeviceSheet) -> Answer:
-    """One sequence as expected, plain and with the best number of guesses for each acceptance."""
+    """One sequence as expected, plain and with the best draft length for each acceptance rate."""
     on = find_sheet(t.on) if t.on else None
     if on is not None and (sheet.device.shares is None or on.device.shares != sheet.device.shares):
         return Answer("no", f"{on.device.name} does not share this device's memory", "memory", "-")

@@ -1,5 +1,4 @@
-"""Configurations of a model and what each is modelled to do on a device: what targets and questions are answered
-from."""
+"""Configurations of a model and their modelled speed on a device."""
 
 from __future__ import annotations
 
@@ -131,8 +130,8 @@ def drafted(name: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
 def best_guesses(
     name: str, acceptance: float, context: int, sheet: DeviceSheet, lookup: bool = False, on: DeviceSheet | None = None
 ) -> tuple[int, float]:
-    """(guesses a pass, up to 8, that give the most, expected tokens per second) of one sequence in q4_0, with a draft
-    on a device (None: the model's own) or with guesses that are looked up. ValueError for a model without a draft."""
+    """(fastest draft length, up to 8, expected tokens per second) of one sequence in q4_0, with a draft
+    on a device (None: the model's own) or with drafts that are looked up. ValueError for a model without a draft."""
     model, draft = model_of(name, "q4_0", sheet), None if lookup else model_of(_required(name), "q4_0", sheet)
     rates = {
         k: Speculation(draft, k, acceptance, on).tokens_per_second(model, context, sheet, "expected") for k in LENGTHS

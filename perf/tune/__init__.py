@@ -1,4 +1,4 @@
-"""Which tile, split or variant each kernel family should take on this device: a sweep of tuning/space.toml.
+"""Tune each kernel family's tile, split or variant on this device: a sweep of tuning/space.toml.
 
     python -m perf.tune linear.gemv --workload gemma3-27b --write
 

@@ -15,7 +15,7 @@ from hybrid.harness.interpreter.machine import run
 from hybrid.harness.interpreter.module import Module, read
 from hybrid.harness.interpreter.watch import Watch
 from hybrid.kernels.vulkan.device import VulkanDevice
-from hybrid.kernels.vulkan.features import F16_EIGHTS, F16_MATRIX, Feature, Report
+from hybrid.kernels.vulkan.features import F16_MATRIX, F16_N8, Feature, Report
 from hybrid.kernels.vulkan.kernel import KernelCache
 from hybrid.kernels.vulkan.memory import Memory, Slice
 from hybrid.kernels.vulkan.program import Program
@@ -52,7 +52,7 @@ def as_gpu(report: Report) -> Report:
         limits=limits,
         vendor="nvidia",
         driver_id="nvidia",
-        matrices=(F16_MATRIX, F16_EIGHTS),
+        matrices=(F16_MATRIX, F16_N8),
     )
 
 

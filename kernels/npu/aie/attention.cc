@@ -1,5 +1,5 @@
 // Flash attention on bfloat16 tiles: O += softmax(SCALE Q K^T) V for one query tile and one tile of keys, online softmax.
-// Causal, sliding window, any number of keys (what lies beyond k_len must be finite; it is masked). Grouped queries: GROUP
+// Causal, sliding window, any number of keys (those beyond k_len must be finite; they are masked). Grouped queries: GROUP
 // heads that share a KV head are rows of one tile, head after head, so that its keys and values are streamed once for all.
 // Eight rows at a time: scores (mmul 4x8x4, 2x2 blocks; K is stored as it is and each 4 keys x 8 dims turned by a shuffle,
 // since the DMA moves no less than 4 bytes), then softmax.h. A step of 2x2 loads 256 bytes for 4 vmac: as many cycles.

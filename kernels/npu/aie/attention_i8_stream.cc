@@ -1,4 +1,4 @@
-// attention_i8.cc as a design feeds it: one object holds what belongs together, since a core has two incoming channels.
+// attention_i8.cc with a design's objects: a core has only two incoming channels, so an object holds codes, scales and more.
 // A query tile is LQ x D codes, LQ float scales and the header (softmax.h); a key tile LK x D codes, LK float scales and the
 // LK x D values in bfloat16: 3 D + 4 bytes a position, where bfloat16 keys and values take 4 D.
 #include "attention_i8.cc"

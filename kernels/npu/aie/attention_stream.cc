@@ -1,6 +1,6 @@
-// attention.cc as a design feeds it: positions ride behind the query tile, since a core has no other way in left.
-// A core's two incoming channels bring query tiles and, in turn, tiles of keys and values. Behind the LQ x D queries lie 16
-// int32 (softmax.h, header): positions, window, and how many key tiles pass by before, during and after what the rows see.
+// attention.cc with a design's objects: positions are stored after the query tile, since a core has no third channel.
+// A core's two incoming channels bring query tiles and, alternately, tiles of keys and values. After the LQ x D queries come 16
+// int32 (softmax.h, header): positions, window, and the numbers of key tiles before, within and after the visible ones.
 #include "attention.cc"
 
 extern "C" {

@@ -1,4 +1,4 @@
-// 2^x for float32 x <= 0, as XDNA1 can: to fixed point with 8 bits of fraction, one look-up for the integer, one for the
+// 2^x for float32 x <= 0 on XDNA1: to fixed point with 8 bits of fraction, one look-up for the integer, one for the
 // fraction, one multiply. Tables: 256 values each, in four copies: 4 KB.
 // The integer's values are powers of two, so the product is exact: the error is half a step of the argument, ln2 2^-9, and
 // half a unit of the fraction's bfloat16, 2^-8. (An argument rounded to bfloat16 first saves a third of the operations and

@@ -1,4 +1,4 @@
-// gemm_i8q8.cc as a design feeds it: a core has two incoming channels, so a tile of weights brings its scales with it.
+// gemm_i8q8.cc with a design's objects: a core has two incoming channels, so a tile of weights brings its scales with it.
 // One object holds the codes, the multipliers m and the column units S, in this order.
 #include "gemm_i8q8.cc"
 

@@ -1,5 +1,5 @@
-// What the NPU's compiler is told beside the code; elsewhere it costs nothing. Its loops are pipelined in software only where it
-// knows that they run often enough, and loads move over stores only where pointers cannot meet (__restrict, of every argument).
+// Hints for the NPU's compiler, without effect elsewhere. It pipelines loops in software only where it knows that they run
+// often enough, and loads move over stores only where pointers cannot meet (__restrict, of every argument).
 #pragma once
 
 #include <aie_kernel_utils.h>

@@ -1,4 +1,4 @@
-// What both flash attentions share, for eight rows of a query tile at a time: mask, online softmax, O = c O + P V.
+// Shared by both flash attentions, for eight rows of a query tile at a time: mask, online softmax, O = c O + P V.
 //
 // Scores are in units of log2: p = 2^(s - m). The running maximum m is rounded up to an integer, so that the correction
 // c = 2^(m_old - m_new) is a power of two: rescaling O and l is exact, however often the maximum moves. (With the score itself
@@ -160,7 +160,7 @@ inline void attend(unsigned z, float *s, bfloat16 *p, const bfloat16 *v, float *
     weigh_values(p, v, o + z * 4 * DIM_D, c0, c1);
 }
 
-// What rides behind a query tile of a design, in int32 words. The keys come in `before + seen + after` tiles, of which this
+// Header after a query tile of a design, in int32 words. The keys come in `before + seen + after` tiles, of which this
 // query tile sees the middle ones; the core's loops count to the first three of `bounds`, whose fourth is the position of the
 // next key.
 struct header {

@@ -5,9 +5,10 @@ tiles on one channel (a core has two: the other brings queries), in the order of
 makes the cache contiguous also deals it out (tiles.py). With scores in bfloat16 K and V come in turn, each an object;
 with scores in int8 a key tile is one object: codes, their scales, values.
 
-What causality or the window hides from a whole block of four query tiles is not sent: the runtime sequence fills each
-block with its own span of key tiles. Of those, a core lets pass what its own query tile does not see: its three loops
-(before, seen, after) count to numbers that ride behind the query tile. The fabric knows neither lengths nor positions.
+Key tiles that causality or the window hides from a whole block of four query tiles are not sent: the runtime sequence
+sends each block its own span. Within it a core skips the tiles that its query tile does not see. Its three loops
+(before, seen, after) take their counts from the query tile's header, so the fabric is independent of lengths and
+positions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hybrid.kernels.npu.design import (
 
 Scores = Literal["bf16", "i8"]
 CORES = 4
-HEAD = 64  # bytes behind a query tile: 16 words of parameters (aie/softmax.h, header)
+HEAD = 64  # bytes after a query tile: 16 words of parameters (aie/softmax.h, header)
 
 
 @dataclass(frozen=True, slots=True)

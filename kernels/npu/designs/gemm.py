@@ -1,7 +1,7 @@
 """C = A @ B on 4 rows of cores x 1 to 4 columns: A is broadcast along rows, B along columns, C is joined in the mem
 tiles.
 
-A [M, K] lies row-major: the mem tile's DMA deals it out in the r x s tiles of the matrix unit. B is stored once in the
+A [M, K] is row-major: the mem tile's DMA reorders it into the r x s tiles of the matrix unit. B is stored once in the
 order in which the columns read it (tiles.py), so that one shim task without strides brings a whole stripe. The core
 keeps a tile of C while it walks over K. Its program ends after each tile of C and begins again: M and N live in the
 runtime sequence alone, and one xclbin serves every M and N of the same K with several instruction streams.

@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) * w: rows dealt out to the 4 cores of each column, w broadcast to them.
+"""y = RMSNorm(x) * w: rows distributed over the 4 cores of each column, w broadcast to them.
 
 A core takes w anew for every `rows` rows, since its program begins again after them: the traffic of w is 2/rows of that
 of x. Rows enter and leave as bfloat16; w as two of them, high and low parts (aie/rmsnorm.cc).

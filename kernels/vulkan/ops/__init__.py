@@ -1,5 +1,7 @@
-"""Bindings: how each operation becomes dispatches, one module per operation, `record(recorder, step, tensors)`; and the
-fused groups, whose consecutive operations become one dispatch."""
+"""Bindings: how each operation becomes dispatches. One module per operation, with `record(recorder, step, tensors)`.
+
+Modules with a leading underscore hold shared code and fused groups, which record consecutive operations together.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ BINDINGS: dict[str, Binding] = {
     if not m.name.startswith("_")
 }
 
-# Fused groups by the operations of their consecutive steps (kernels/vulkan/groups.py), longer ones first.
+# Fused groups by the operations of their consecutive steps (kernels/vulkan/groups.py), longest first.
 GROUPS: dict[tuple[str, ...], Group] = {
     **{ops: _layer_attention.record for ops in _layer_attention.OPS},
     **{

@@ -1,5 +1,4 @@
-"""AltUp's correction and the gate of the layer's own input in one dispatch, its second product behind them:
-altup_gate.slang."""
+"""AltUp correction and the per-layer input's gate in one dispatch (altup_gate.slang), then the second product."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ OUTS, THREADS = 32, 512  # of altup_gate.slang: outputs and threads of a workgro
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
     """corrected f32 [1,A*H], y = corrected 0 * w_scale, h [1,P] = gelu_tanh(y @ w_gate.T) * the layer's columns of ple,
-    then h @ w_proj.T. False where these steps do not follow from one another, for several rows, types without a module,
-    rows wider than a workgroup holds, or results that overwrite inputs which another workgroup may not have read yet."""
+    then h @ w_proj.T.
+
+    False where the steps are unconnected, for several rows, types without a module, rows wider than a workgroup
+    holds, or results that overwrite inputs which another workgroup may not have read yet."""
     (correct, own), (old, new) = steps, t
     hidden, width, w, device = correct.bind["H"], own.bind["P"], new["w_gate"], rec.device
     follow = (

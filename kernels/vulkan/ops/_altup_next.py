@@ -1,4 +1,4 @@
-"""The end of a layer of AltUp's streams and the next one's prediction in one dispatch: altup_predict.slang with ADD."""
+"""The end of a layer's AltUp streams and the next layer's prediction in one dispatch: altup_predict.slang with ADD."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ BUILT = "q8_act", "f16"  # types of y
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """streams = corrected with rms(a) * w_post added to all but the first; predicted, normed and y of them. False where
-    these steps do not follow from one another, where no module is built for y, or where a row's workgroup might write
-    what another row's has not read yet, because results overwrite inputs."""
+    """streams = corrected, with rms(a) * w_post added to all but the first; then predicted, normed and y of them.
+
+    False where the steps are unconnected, where no module is built for y, or where a workgroup might overwrite inputs
+    that another row's workgroup has not read yet."""
     (add, predict), (old, new) = steps, t
     rows, hidden, device = add.bind["T"], add.bind["H"], rec.device
     follow = add.args["streams"] == predict.args["streams"] and (add.bind, add.extent) == (predict.bind, predict.extent)
@@ -33,12 +34,12 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
         for p in x.parts
     ]
     made = [p for n in ("predicted", "normed", "y") for p in new[n].parts]
-    # Streams may be predicted into the very place of those that were corrected: a thread writes what it alone has read.
+    # Predicted streams may overwrite the corrected ones in place: a thread writes only what it alone has read.
     inputs = [*old["corrected"].parts, *old["a"].parts]
     clash = any(a.overlaps(b) and a != b for a in made for b in inputs)
     if clash and not (
         rows == 1 and hidden <= 4 * HELD * sizes["WG"]
-    ):  # there all of the row is read before anything is written
+    ):  # there the whole row is read before anything is written
         return False
     kernel = rec.kernel(f"altup_next.{y.dtype}", STREAMS=add.bind["A"], **sizes)
     push = struct.pack("<2I2f", CONTROL[add.extent], rows, add.attrs["eps"], 0.0)

@@ -1,4 +1,4 @@
-"""The merge of attention's and decode_attention's partial results, and how both give theirs."""
+"""Merge of the partial results of attention and decode_attention, and their output parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two_parts(o: DeviceTensor) -> list[Slice]:
 def record_combine(
     rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], part_o: Slice, part_ml: Slice, splits: int, min_split: int
 ) -> None:
-    """The merge of attention's (or decode_attention's) partial results into o."""
+    """Merge the partial results of attention or decode_attention into o."""
     rows, heads, d = (step.bind[axis] for axis in ("T", "HQ", "D"))
     kernel = rec.kernel(f"attention_combine.{t['o'].dtype}", SUBGROUP=rec.device.subgroup_size)
     push = struct.pack("<7I", rows, heads, d // 4, int(step.attrs["window"]), splits, min_split, CONTROL[step.extent])

@@ -1,5 +1,5 @@
-"""Which matrix products go to the matrix units, by which tile (gemm.slang), with weights decoded on the way or before,
-and split-K where the tiles do not fill the device (gemm_split_k.slang)."""
+"""Matrix products on matrix units: choice of the tile (gemm.slang), dequantisation inside the kernel or before it, and
+split-K where the tiles do not fill the device (gemm_split_k.slang)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hybrid.kernels.vulkan.recorder import GridAxis, Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 from hybrid.kernels.vulkan.types import QUANTISED
 
-# These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
-# operands.slang decodes.
+# As in the shaders: rows and columns of a workgroup's tile by name, subgroup size, and the types of operands.slang.
 TILES = {
     f"{rows}x{columns}": (rows, columns)
     for columns, heights in (
@@ -31,35 +30,35 @@ TILES = {
 }
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
-# Columns of K in a stage, and the fewest that there must be: of tiles in shared memory and of 128x256; of other tiles whose
-# weights go straight into registers.
+# Columns of K in a stage, which are also the fewest columns of K. STAGE: tiles with weights in shared memory, and
+# 128x256. REGISTER_STAGE: other tiles that dequantise into registers.
 STAGE, REGISTER_STAGE = 64, 256
 MANY_ROWS, SPLIT_SUBGROUPS = "128x256", ("8x16", "8x32")  # gemm_128x256.slang, gemm_n8_split_k.slang
 N8 = ("8x256", "16x256", "24x256", "32x256", "40x256", "48x256")  # gemm_n8.slang
-# Tiles whose weights go straight into registers, by family and type: for pairs of blocks, and devices whose lanes hold the
-# elements that these kernels count on (lanes.py). Elsewhere a default tile takes their place.
+# Tiles that dequantise weights into registers, by family and type. They need K of whole pairs of blocks and the lane
+# layout of lanes.py; elsewhere a default tile is used.
 REGISTER_TILES = {
     ("linear", "q4_0"): (*N8, MANY_ROWS, "8x16"),
     ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256"),
     ("ffn_up", "q4_0"): (*N8, "24x384", "64x384", MANY_ROWS, "8x32"),
 }
-MOST_SPLITS, MOST_PARTS, KEPT = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and partials.slang's
-SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
-# In stages of the tile: prologue and epilogue of a workgroup, and the sums of a split; other tiles 2.0 and 0.5.
+MOST_SPLITS, MOST_PARTS, KEPT = 16, 8, 1 << 31  # as in gemm_split_k.slang and partials.slang
+SHORT = 256  # most rows for which a product's code is kept short rather than unrolled (gemm_result.slang)
+# In stages of the tile: a workgroup's prologue and epilogue, and the sum of a split. Default 2.0 and 0.5.
 ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
-# Of gemm_n8_split_k.slang: columns of K that a subgroup multiplies at a time, and the most subgroups that share K.
+# Of gemm_n8_split_k.slang: columns of K per subgroup and step, and the most subgroups that share K.
 SUBGROUP_STAGE, MOST_SUBGROUPS = 128, 16
 TYPES = ("f16", "bf16", *QUANTISED)
-ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
-WIDE = 32768  # groups along x of a grid, as wide_group() of types.slang reads them back
+ENOUGH = 96  # workgroups that fill a large device; below it the next smaller tile is faster (H200)
+WIDE = 32768  # groups along a grid's x axis, as in wide_group() of types.slang
 
 Grid = tuple[GridAxis, GridAxis, GridAxis]
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), the weight, and of
-    split-K the end of the push constants and what is written beside the result (partial sums, counters of arrivals)."""
+    """A kernel, its grid (rows vary fastest: see gemm.slang) and its weight. For split-K also the end of the push
+    constants, and the buffers written beside the result: partial sums and arrival counters."""
 
     kernel: Kernel
     grid: Grid
@@ -74,7 +73,7 @@ def wide(groups: int) -> tuple[int, int]:
 
 
 def unit(dtype: str) -> int:
-    """Elements of a weight that one thread decodes at a time (UNIT of the type in types.slang)."""
+    """Elements of a weight that one thread dequantises at a time (UNIT of the type in types.slang)."""
     return 16 if DTYPES[dtype].quantised else 8
 
 
@@ -90,11 +89,11 @@ def gemm(
     partials: int = 0,
     **constants: int,
 ) -> Gemm | None:
-    """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none. `y`:
-    some part of the result. `partials`: what kept_splits() says, of a result whose K splits are left as so many times its
-    rows.
+    """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none.
 
-    Where the tuning says `unpack`, a dispatch before it writes the weight's numbers as f16 into scratch memory.
+    `y`: some part of the result. `partials`: number of kept partials (kept_splits()); the result then has that many
+    times its rows. Where the tuning table says `unpack`, a dispatch first dequantises the weight to f16 in scratch
+    memory.
     """
     device, k = rec.device, x.shape[-1]
     if not takes(device, x, w):
@@ -125,7 +124,7 @@ def gemm(
         ENDS.get(tile, 2.0),
         SUMS.get(tile, 0.5),
     )
-    beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
+    beside = (y, y)  # without split-K: bindings need some buffer, and this one adds no hazard
     if partials:
         whole, splits = 0, partials
     elif splits > 1:
@@ -136,14 +135,14 @@ def gemm(
 
 
 def takes(device: Any, x: DeviceTensor, w: Chunk) -> bool:
-    """Whether the device multiplies such rows and weights on its matrix units."""
+    """Whether the device multiplies these types on its matrix units."""
     types = x.dtype == "f16" and w.dtype in TYPES and x.shape[-1] >= STAGE
     return types and device.has("f16_matrices") and device.subgroup_size == SUBGROUP
 
 
 def kept_splits(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
-    """K splits of `rows` rows of x by w where the device's table asks that whoever reads the result adds them up: 0
-    where it does not, or where the tiles fill the device without."""
+    """Number of K splits whose partials are kept for the reader to add up, of `rows` rows of x by w. 0 where the tuning
+    table does not ask for it, or where the tiles fill the device without a split."""
     device, k = rec.device, x.shape[-1]
     if not takes(device, x, w):
         return 0
@@ -165,13 +164,13 @@ def tile_of(device: Any, family: str, tile: str, dtype: str, rows: int, n: int, 
 
 
 def stage_of(tile: str) -> int:
-    """Columns of K that the tile's kernel multiplies at a time."""
+    """Columns of K per stage of the tile's kernel."""
     return STAGE if tile in (*DEFAULTS, MANY_ROWS) else REGISTER_STAGE
 
 
 def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
-    """What the device's tuning table says of `rows` rows by w [n, k]; a tile "rowsxN" is the lowest of N columns that
-    holds them."""
+    """The tuning table's choice for `rows` rows by w [n, k]. A tile "rowsxN" means the lowest of N columns that holds
+    the rows."""
     default = {"tile": default_tile(rows, n), "unpack": False, "groups": "1 * cores"}
     use = device.tuning.choose(f"{family}.gemm", default, w=dtype, rows=rows, n=n, k=k)
     height, _, columns = use["tile"].partition("x")
@@ -181,7 +180,8 @@ def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) ->
 
 
 def lowest_tile(family: str, dtype: str, rows: int, columns: int) -> str:
-    """The lowest tile of so many columns that holds the rows, in equal parts where none does; "": there is none."""
+    """The lowest tile of so many columns that holds the rows, in equal parts where none does; "" where there is
+    none."""
     tiles = [t for t in REGISTER_TILES.get((family, dtype), ()) if TILES[t][1] == columns and t != MANY_ROWS]
     heights = sorted(TILES[t][0] for t in tiles)
     parts = -(-rows // heights[-1]) if heights else 0
@@ -189,13 +189,13 @@ def lowest_tile(family: str, dtype: str, rows: int, columns: int) -> str:
 
 
 def goes_to_registers(device: Any, family: str, tile: str, dtype: str, k: int) -> bool:
-    """Whether the device has such a product by a tile whose weights go straight into registers."""
+    """Whether the device has a kernel of this tile that dequantises into registers, for these types and K."""
     return tile in REGISTER_TILES.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")
 
 
 def split_threads(device: Any, tile: str, k: int) -> int:
-    """Threads of a workgroup of gemm_n8_split_k.slang: the fewest subgroups that go through K in as few passes as the most do, whose
-    sums are in shared memory together."""
+    """Threads of a workgroup of gemm_n8_split_k.slang: the fewest subgroups that need no more steps over K than the
+    most do. Their sums are in shared memory at once."""
     rows, columns = TILES[tile]
     stages, most = -(-k // SUBGROUP_STAGE), min(MOST_SUBGROUPS, device.shared_bytes // (rows * (4 * columns + 16)))
     return SUBGROUP * -(-stages // -(-stages // most))
@@ -211,11 +211,11 @@ def split_k(
     sums: float = 0.5,
     most: int = MOST_SPLITS,
 ) -> tuple[int, int]:
-    """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where
-    a device runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a
-    wave that does not fill the device, are split; there is room for the partial sums of `room` tiles. `ends`, `sums`:
-    stages that pass while a workgroup begins and ends, and while a split's sums are added. `most`: splits. (columns,
-    1): none is."""
+    """(columns of tiles without split, K splits of the remaining tiles) of down x columns tiles.
+
+    A device runs `groups` workgroups at once; a tile takes `stages`. Only the last columns of tiles, a partial wave,
+    are split. `room`: tiles whose partial sums fit in memory. `ends`, `sums`: cost in stages of a workgroup's start and
+    end, and of adding a split's sums. `most`: most splits. (columns, 1): no split."""
     whole = down * columns // groups * groups // down if groups else columns
     tiles = down * (columns - whole)
 
@@ -228,7 +228,7 @@ def split_k(
 
 
 def default_tile(rows: int, columns: int) -> str:
-    """The largest tile that the rows fill to half and of which there are enough, else the smallest."""
+    """The largest tile that the rows fill to half and that gives ENOUGH workgroups, else the smallest."""
     fitting = (
         name
         for name in DEFAULTS
@@ -238,7 +238,7 @@ def default_tile(rows: int, columns: int) -> str:
 
 
 def unpack(rec: Recorder, w: Chunk, dtype: str, y: Slice, k: int, first: int) -> None:
-    """y [.., k] of f32 or f16, from row `first` on, = the numbers of a chunk of weights."""
+    """y [.., k] f32 or f16, from row `first` on = the dequantised chunk of weights."""
     per_row = k // unit(w.dtype)
     x, z = wide(-(-w.rows * per_row // 64))
     rec.dispatch(

@@ -1,4 +1,4 @@
-"""From one layer's attention to the next one's q, k and v, or to its attention, in one dispatch: layer.slang."""
+"""From a layer's attention output to the next layer's q, k and v, or its attention, in one dispatch: layer.slang."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hybrid.kernels.vulkan.types import SCALED
 
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 WITH_OWN = (*OPS[:3], "add_norm", "per_layer_input", *OPS[3:])
-"""With the layer's own input (Gemma 4)."""
+"""With the per-layer input (Gemma 4)."""
 QUERIES, QUERIES_WITH_OWN = (*OPS[:-1], "linear"), (*WITH_OWN[:-1], "linear")
-"""Of layers that project queries alone, or keys that are the values too."""
+"""Layers that project queries alone, or keys that are also the values."""
 LAST, LAST_WITH_OWN = OPS[:-1], WITH_OWN[:-1]
-"""Of the last layer: nothing is projected."""
+"""The last layer, without a projection."""
 # Data dependencies of the steps: (step, its output) and (later step, its input).
 START = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")))
 OWN_EDGES = (((3, "y"), (4, "x")), ((3, "sum"), (5, "residual")), ((4, "y"), (5, "a")))
@@ -30,13 +30,13 @@ ROWS, PIECE, BLOCK, HELD = (
     32,
     8,
 )  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
-BLOCK_WORDS = 10  # and workgroup_flags.slang's: flags words of a block of h
+BLOCK_WORDS = 10  # as in workgroup_flags.slang: flag words of a block of h
 ATTENTION_BINDINGS, ATTENTION_PUSH = (
     13,
     40,
 )  # layer_attention.slang's, behind the flags and in the end of the push constants
 ATTENDING = "a layer's dispatch that ends with the next attention"
-"""What Recorder.noted calls the latest of them."""
+"""Key of the latest one in Recorder.noted."""
 NO_ATTENTION = {
     "ATTENDS": 0,
     "LANES": 16,
@@ -57,7 +57,7 @@ DEFAULT = {"workgroups": 0, "whole": 0, "threads": 256, "attention": 0, "min_spl
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One dispatch, before it is recorded: kernel, constants, bindings, push constants, words of the flags."""
+    """One dispatch before it is recorded: kernel, constants, bindings, push constants, flag words."""
 
     kernel: str
     constants: Mapping[str, int]
@@ -73,7 +73,7 @@ class Layer:
         return self.constants["GRID"]
 
     def record(self, rec: Recorder, more: Sequence[Slice] = ()) -> None:
-        """`more`: bindings after the flags."""
+        """Record the dispatch. `more`: bindings after the flags."""
         kernel = rec.kernel(self.kernel, **self.constants)
         rec.dispatch(
             kernel, self.reads, [*self.writes, rec.counters(self.words), *more], self.push, (self.grid,), resident=True
@@ -81,9 +81,8 @@ class Layer:
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T where the steps have
-    it, for one row; in between the layer's own input where they have one. False where the kernel does not fit
-    (`prepare`)."""
+    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T if present; for one
+    row. The per-layer input comes in between if present. False where the kernel does not fit (`prepare`)."""
     layer = prepare(rec, steps, t)
     if layer is None:
         return False
@@ -100,8 +99,8 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
 
 
 def same_but_attention(layer: Layer, attending: Layer) -> bool:
-    """Whether the pipeline of a layer that ends with the next attention would do for this one, which then finds no KV
-    splits: the code of another pipeline would be new to the multiprocessors (`both_kinds`)."""
+    """Whether this layer can use the pipeline of a layer that ends with the next attention, with no KV splits. Using
+    one pipeline avoids loading another's code into the multiprocessors (`both_kinds`)."""
     sizes = [(name, value) for name, value in layer.constants.items() if name not in (*NO_ATTENTION, "POOL")]
     alike = attending.kernel in (layer.kernel, f"{layer.kernel}.f16")
     return alike and all(attending.constants.get(name) == value for name, value in sizes)
@@ -112,9 +111,9 @@ def own_input(steps: Sequence[Step]) -> bool:
 
 
 def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> Layer | None:
-    """None where the kernel does not fit: these steps do not follow from one another, several rows, weights of
-    different types or in several chunks, activations that are not q8_act, sparse gates, a device whose tuning table
-    does not ask for it, or a program that excludes waits."""
+    """The layer's dispatch, or None where the kernel does not fit: unconnected steps, several rows, weights of
+    different types or in several chunks, activations other than q8_act, sparse gates, a tuning table that does not ask
+    for it, or a program that excludes waits."""
     own = t[3:5] if own_input(steps) else ()
     last = 3 + len(own)
     (out, add, ffn), then, qkv = t[:3], t[last], t[last + 1] if len(steps) > last + 1 else None
@@ -174,7 +173,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
         return None
     if not qkv:
         weights.insert(3, ffn["w_gate_up"])  # of which the kernel loads a piece, for nothing
-    between = own[0] if own else then  # the norm behind the feed-forward
+    between = own[0] if own else then  # the norm after the feed-forward
     reads = [out["x"], add["residual"], add["w_post"], add["w_next"], between["w_post"], then["w_next"], *weights]
     made = [add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], projected]
     constants = {
@@ -214,8 +213,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
 
 
 def layers(steps: Sequence[Step]) -> Iterator[tuple[Step, int, int]]:
-    """Of each layer of a plan that such a dispatch may record: its feed-forward, its columns of w_o, the rows that it
-    projects."""
+    """(feed-forward step, columns of w_o, projected rows) of each layer of a plan that such a dispatch may record."""
     for i, (out, add, ffn) in enumerate(zip(steps, steps[1:], steps[2:], strict=False)):
         if (out.op, add.op, ffn.op) != OPS[:3]:
             continue
@@ -225,16 +223,18 @@ def layers(steps: Sequence[Step]) -> Iterator[tuple[Step, int, int]]:
 
 
 def projected_rows(step: Step) -> int:
-    """Of the step that ends a layer: 0 where that is none that projects."""
+    """Projected rows of the step that ends a layer; 0 where it projects nothing."""
     b = step.bind
     return b["N"] if step.op == "linear" else (b["HQ"] + 2 * b["HK"]) * b["D"] if step.op == "fused_qkv" else 0
 
 
 def both_kinds(plan: Sequence[Step], steps: Sequence[Step], attended: int, rows: int) -> list[tuple[int, int]]:
-    """Columns of w_o, and rows that are projected, of this layer's kind and of another: the two that are most frequent
-    in the plan beside the same feed-forward, so that one pipeline does for both. Another's code would be new to the
-    multiprocessors, which makes a layer of Gemma 4 E2B half as long again. Both are this layer's where there are no two
-    kinds, or it is a third."""
+    """(columns of w_o, projected rows) of the two most frequent layer kinds with this feed-forward, so that one
+    pipeline serves both.
+
+    Loading a second pipeline's code makes a layer of Gemma 4 E2B half as long again. Both entries are this layer's
+    where
+    there are not two kinds, or this is a third."""
     alike = [sizes for ffn, *sizes in layers(plan) if ffn.bind == steps[2].bind]
     found = []
     for mine, values in zip((attended, rows), zip(*alike, strict=True), strict=True) if alike else ():
@@ -244,14 +244,13 @@ def both_kinds(plan: Sequence[Step], steps: Sequence[Step], attended: int, rows:
 
 
 def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Each has at least one quad of rows of every product that there is, and of the feed-forward's a whole block of
-    h."""
+    """Workgroup counts at which each has a quad of rows of every product and a whole block of h."""
     rows = (sizes["HIDDEN"], sizes["QKV"], sizes["QKV_ELSE"])
     return tuple(n for n in (*(r // ROWS for r in rows), sizes["FFN"] // BLOCK) if n)
 
 
 def whole_shares(plan: Sequence[Step], most: int) -> int:
-    """Workgroups, at most so many, that share the blocks of h of every layer of the plan evenly."""
+    """The most workgroups, up to `most`, that share the blocks of h of every layer of the plan evenly."""
     blocks = math.gcd(*(s.bind["F"] // BLOCK for s in plan if s.op == "fused_ffn"))
     return next(n for n in range(most, 0, -1) if not blocks % n)
 
@@ -264,9 +263,9 @@ def flag_words(sizes: Mapping[str, int], grid: int) -> int:
 
 
 def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int) -> int:
-    """Partial row sums of a workgroup, at most: of each row one for every subgroup that has pieces of it."""
+    """Most partial row sums of a workgroup: one per row and subgroup that has pieces of the row."""
     hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
-    # Columns, quads of rows, and how many of them stay together.
+    # Columns, quads of rows, and quads that must stay together.
     products = [(hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1)]
     products += [(sizes[name], hidden // ROWS, 1) for name in ("ATTENDED", "ATTENDED_ELSE")]
     products += [(hidden, sizes[name] // ROWS, 1) for name in ("QKV", "QKV_ELSE")]
@@ -278,6 +277,6 @@ def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int)
 
 
 def most_quads(quads: int, per: int, grid: int) -> int:
-    """Quads of one workgroup, at most: equally many in multiples of `per`, and its share of the remaining ones."""
+    """Most quads of one workgroup: an equal number in multiples of `per`, plus its share of the rest."""
     own = quads // per // grid * per
     return own + -(-(quads - own * grid) // grid)

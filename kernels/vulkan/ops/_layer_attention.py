@@ -16,13 +16,14 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 OPS = tuple(
     (*ops, "decode_attention") for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES)
 )
-WORD, KEYS = 16, 2  # bytes of a head that a lane loads at once; keys of a lane and step: as in layer_attention.slang
+WORD, KEYS = 16, 2  # as in layer_attention.slang: bytes of a head per load of a lane; keys of a lane per step
 MOST_SPLITS = 64
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """As _layer.record, and o[1,HQ*D] from qkv, whose k and v are appended to the cache. False where the kernel does
-    not fit: as there, a cache that is not f16, heads wider than a subgroup loads at once, o that is not q8_act."""
+    """As _layer.record, and o[1,HQ*D] from qkv, with k and v appended to the cache. False where the kernel does not
+    fit: see _layer.prepare; also a cache that is not f16, heads wider than one load of a subgroup, o that is not
+    q8_act."""
     layer = _layer.prepare(rec, steps, t)
     if layer is None or not layer.use["attention"]:
         return False
@@ -40,8 +41,8 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
         return False
     subgroups = layer.constants["THREADS"] // device.subgroup_size
     shares = layer.constants["SHARES"]
-    pool = max(subgroups * d // 4, -(-shares // 4))  # first the products' row sums, then attention's of every subgroup
-    # Beside it a head's query, the new k and v, and maxima and sums of probabilities.
+    pool = max(subgroups * d // 4, -(-shares // 4))  # row sums of the products, then attention's sums
+    # Also a head's query, the new k and v, and the softmax maxima and sums.
     shared = layer.shared_bytes - 4 * shares + 16 * pool + 8 * d + 8 * subgroups
     if shared > device.shared_bytes or subgroups < 3:
         return False
@@ -53,7 +54,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     window = int(step.attrs["window"])
     merged = min(device.subgroup_size, max(8, 1 << (d // 4 // subgroups - 1).bit_length()))
     lanes = 1 << (words - 1).bit_length()
-    ahead = min(layer.use["ahead"], -(-splits * merged // device.subgroup_size))  # no more parts than a lane has
+    ahead = min(layer.use["ahead"], -(-splits * merged // device.subgroup_size))  # at most a lane's number of parts
     constants = {
         **layer.constants,
         "LANES": lanes,

@@ -1,4 +1,4 @@
-"""Recording matrix products: which kernel shape, one dispatch for each chunk of the weight, the push constants."""
+"""Recording matrix products: choice of the kernel, one dispatch per chunk of the weight, push constants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid.kernels.vulkan.ops.rmsnorm import workgroup
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
-# These numbers repeat the shaders' constants (gemv.slang, tile.slang, types.slang).
+# As in the shaders (gemv.slang, tile.slang, types.slang).
 GEMV_TOKENS, GEMV_ROWS, GEMV_FFN_OUTS = 4, 4, 32
 TILE_TOKENS, TILE_ROWS, TILE_THREADS = 8, 4, 64
 NOTHING: tuple[Slice, ...] = ()
@@ -31,10 +31,12 @@ def linear(
     softcap: float = 0.0,
     partials: int = 0,
 ) -> None:
-    """y f32 [rows, N] = x [.., K] @ w[N,K].T, softcapped where softcap > 0; row t of y reads row t, or out_rows[t],
-    of x. `extent` names the live count of y's rows. Each chunk of w, which has a
-    storage type of its own, fills its columns of y in a dispatch of its own. `partials`: y has so many times its rows, one
-    for each of K's splits (kept_partials() of the same product)."""
+    """y f32 [rows, N] = x [.., K] @ w[N,K].T, softcapped where softcap > 0.
+
+    Row t of y reads row t, or out_rows[t], of x. `extent` names the live count of y's rows. Each chunk of w, with its
+    own
+    storage type, writes its columns of y in a separate dispatch. `partials`: number of kept partials
+    (kept_partials() of the same product); y then has that many times its rows."""
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
@@ -56,25 +58,25 @@ def linear(
             kernel = rec.kernel(f"linear.tile.{chunk.dtype}.{x.dtype}", GATHER=gather)
             grid = _grid(chunk.rows, TILE_THREADS * TILE_ROWS, rows, extent)
         push = _push(chunk.rows, w.shape[-1], chunk.row, w.shape[0], extent, rows, x.shape[0], softcap)
-        # Without a gather the kernel does not read out_rows, but its binding must hold some buffer.
+        # Without a gather the kernel does not read out_rows, but its binding needs some buffer.
         reads = [*x.parts, *parts, x.parts[0] if out_rows is None else out_rows]
         rec.dispatch(kernel, reads=reads, writes=[y, *beside], push=push + more, grid=grid)
 
 
 def kept_partials(rec: Recorder, x: DeviceTensor, w: DeviceTensor, *, rows: int) -> int:
-    """In how many parts `linear` may leave such a product to whoever reads it (kept_splits()); 0: in none."""
+    """Number of partials that `linear` may keep for the product's reader (kept_splits()); 0: none."""
     alone = len(w.chunks) == 1 and not _few(rec, x, w.chunks[0], rows)
     return kept_splits(rec, x, w.chunks[0], rows=rows) if alone else 0
 
 
 def _few(rec: Recorder, x: DeviceTensor, w: Chunk, rows: int) -> bool:
-    """Whether gemv's kernel takes a product, rows by fours, before tiles and matrix units are asked."""
+    """Whether gemv.slang takes the product, four rows at a time, in place of tiles and matrix units."""
     n, k = w.rows, x.shape[-1]
     return _takes_gemv(rec, "linear", w.dtype, x.dtype, rows, n, k) or _few_tiles(rec, w.dtype, x.dtype, rows, n, k)
 
 
 def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str) -> None:
-    """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of
+    """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]. h has the activation type of
     x."""
     f, parts, beside, more = w.rows // 2, w.parts, NOTHING, b""
     few = _takes_gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
@@ -95,8 +97,8 @@ def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: i
 def geglu(
     rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: str = "rows", sparsity: float = 0.0
 ) -> None:
-    """h [rows, F] = gelu_tanh(gate) * up of gate_up f32 [rows, 2F], in h's activation type. With `sparsity` that share
-    of a row's gates, those below a threshold, counts as 0."""
+    """h [rows, F] = gelu_tanh(gate) * up of gate_up f32 [rows, 2F], in h's activation type. `sparsity`: share of a
+    row's gates, the smallest ones, that count as 0."""
     f, live = h.shape[-1], Live(extent, cap=rows)
     if sparsity > 0:
         kernel = rec.kernel(
@@ -115,15 +117,15 @@ def geglu(
 
 
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
-    """Constants of gemv.slang for `rows` rows of x (type x), taken by fours where they are more, by w [n, k] of type w;
-    `family` is linear or ffn_up."""
+    """Constants of gemv.slang for `rows` rows of x (type x), at most four at a time, by w [n, k] of type w. `family`:
+    linear or ffn_up."""
     device, use = rec.device, _gemv_use(rec, family, w, x, rows, n, k)
     pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
-    # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; steps 0: one subgroup.
+    # Subgroups per row, so that a lane takes `steps` pieces of it; steps 0: one subgroup.
     most = device.max_threads // subgroup
     split = min(-(-pieces // (use["steps"] * subgroup)), most) if use["steps"] else 1
     groups, passes = min(use["groups"], most // split), 1
-    if family == "ffn_up":  # a workgroup makes 32 outputs: so many rows of gate and of up, in bands
+    if family == "ffn_up":  # a workgroup makes 32 outputs, from as many rows of gate and of up, in bands
         groups = max(g for g in (1, 2, 4, 8, 16) if g <= (groups if use["steps"] else most))
         passes = FFN_BANDS // groups
     steps = -(-pieces // (split * subgroup)) if use["steps"] else 0
@@ -144,19 +146,19 @@ def _gemv_use(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: 
 
 
 def _takes_gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> bool:
-    """Whether rows are so few that gemv.slang takes them before matrix units are asked."""
+    """Whether gemv.slang takes so few rows before matrix units are considered."""
     return rows <= GEMV_TOKENS and rows <= _gemv_use(rec, family, w, x, rows, n, k)["most"]
 
 
 def _few_tiles(rec: Recorder, w: str, x: str, rows: int, n: int, k: int) -> bool:
-    """Whether the tiles of a product leave most of the device idle: of a narrow matrix, a thread that goes through all
-    of K takes longer than reading the matrix again for every four rows, spread over the device."""
+    """Whether a product's tiles leave most of the device idle. With few outputs, one thread's pass over K takes longer
+    than rereading the matrix for every four rows across the device."""
     use = rec.device.tuning.choose("linear.tile", {"least": 0}, w=w, x=x, rows=rows, n=n, k=k)
     return -(-n // (TILE_THREADS * TILE_ROWS)) * -(-rows // TILE_TOKENS) < use["least"]
 
 
 def tokens(rows: int) -> int:
-    """The gemv kernels are specialised for 1, 2 or 4 rows of x."""
+    """Rows of x that a gemv kernel is specialised for: 1, 2 or 4."""
     return 1 if rows == 1 else 2 if rows == 2 else 4
 
 

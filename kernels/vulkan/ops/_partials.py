@@ -1,5 +1,5 @@
-"""A product and its reader, where the device's table asks for it: split-K partials are kept, and the reader adds them up as
-it reads them. So no workgroup of the product waits for another's sums, which takes longer than a small product does."""
+"""A split-K product and its reader: the partials are kept, and the reader adds them up. So no workgroup of the product
+waits for another's sums, which takes longer than a small product. The tuning table decides."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 Tensors = Mapping[str, DeviceTensor]
 PRODUCTS: dict[
     str, tuple[str, str, str, Callable[..., None]]
-] = {  # the last product's rows, matrix and result, the binding
+] = {  # the last product's rows, matrix and result; its binding
     "linear": ("x", "w", "y", linear.record),
     "fused_qkv": ("x", "w", "qkv", fused_qkv.record),
     "fused_ffn": ("h", "w_down", "y", fused_ffn.record),
 }
-READERS: dict[str, tuple[str, Callable[..., None]]] = {  # what it reads of the product's, the binding
+READERS: dict[str, tuple[str, Callable[..., None]]] = {  # the argument that takes the product; the reader's binding
     "add_rmsnorm": ("a", add_rmsnorm.record),
     "add_norm": ("a", add_norm.record),
     "laurel_add": ("a", laurel_add.record),
@@ -49,9 +49,8 @@ OPS = (
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Tensors]) -> bool:
-    """The product, and what its reader makes of it; the product's result is written by the reader. False where the
-    reader's input is another tensor, where the product is not split, where the table does not ask, or where the reader
-    does not take parts."""
+    """Record the product and its reader; the reader writes the product's result. False where the reader reads another
+    tensor, the product is not split, the table does not ask for it, or the reader takes no partials."""
     (product, reader), (made, read) = steps, t
     x, w, y, of = PRODUCTS[product.op]
     given, by = READERS[reader.op]
@@ -72,7 +71,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Tensors]) -> bool:
 
 
 def _takes_parts(rec: Recorder, reader: Step, t: Tensors) -> bool:
-    """Whether a row kernel does: where it writes f16, and a workgroup holds a whole row."""
+    """Whether a row kernel takes partials: it writes f16, and a workgroup holds a whole row."""
     hidden, device = reader.bind["H"], rec.device
     return (
         t["y"].dtype == "f16" and hidden <= 4 * HELD * row_sizes(hidden, device.subgroup_size, device.max_threads)["WG"]

@@ -36,14 +36,14 @@ def record_sum(
     writes: Sequence[str],
     parts: Parts | None,
 ) -> None:
-    """The same of a kernel whose first input may come in parts; its sum is written then."""
+    """As record_rows, for a kernel whose first input may be kept partials; the kernel then writes their sum."""
     given, beside, count = with_parts([p for name in reads for p in t[name].parts], t[writes[0]].parts[0], parts)
     _record(rec, step, t, given, writes, (beside,), count)
 
 
 def with_parts(reads: Sequence[Slice], some: Slice, parts: Parts | None) -> tuple[list[Slice], Slice, bytes]:
-    """What such a kernel reads, where the first input's sum goes (`some` where there is none: a binding must hold some
-    buffer), and the end of its push constants."""
+    """The kernel's reads, where it writes the first input's sum (`some` without partials: a binding needs some buffer),
+    and the end of its push constants."""
     given, whole, count = ([*reads], some, 1) if parts is None else ([parts.at, *reads[1:]], reads[0], parts.count)
     return given, whole, struct.pack("<I", count)
 

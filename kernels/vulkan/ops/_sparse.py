@@ -1,4 +1,4 @@
-"""Recording the products of sparse feed-forwards: rows of up and columns of down that no token needs are not read."""
+"""Recording products of sparse feed-forwards: unneeded rows of up and columns of down are not read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hybrid.kernels.vulkan.ops._linear import linear, tokens
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, cut
 
-DOWN_OUTS = 64  # rows of down for a workgroup of sparse_down.slang
+DOWN_OUTS = 64  # rows of down per workgroup of sparse_down.slang
 
 
 def sparse_up(
     rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str, sparsity: float
 ) -> None:
-    """h [rows, F] as `geglu` with `sparsity` makes it of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight
-    [2F, K]: the product with gate, then that with the rows of up that are needed. h has the activation type of x."""
+    """h [rows, F] = sparse `geglu` of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight [2F, K]. The product
+    with gate comes first, then that with the needed rows of up. h has the activation type of x."""
     f, k = w.rows // 2, x.shape[-1]
     gate = rec.scratch(4 * rows * f)
     only_gate = DeviceTensor("gate", w.dtype, (f, k), (cut(w, 0, f, k),))
@@ -30,8 +30,8 @@ def sparse_up(
 
 
 def sparse_columns(rec: Recorder, h: DeviceTensor, w: DeviceTensor, *, rows: int) -> DeviceTensor | None:
-    """w_down [H, F] by columns, if the device's table takes products of so many rows that way, and h and w are of types
-    that the kernel has."""
+    """w_down [H, F] by columns, if the tuning table asks for it for so many rows and the kernel has the types of h and
+    w; else None."""
     if h.dtype != "q8_act" or not columns.fits(w):
         return None
     return rec.device.by_columns(w) if rows <= columns.most_rows(rec.device.tuning, w.dtype, w.shape) else None

@@ -11,6 +11,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None) -> None:
-    """sum f32 [T,H] = residual + rms(a) * w_post, and again as y [T,H]. `parts`: of a, which is written then."""
+    """sum f32 [T,H] = residual + rms(a) * w_post, also stored as y [T,H]. `parts`: partials of a; a is then written."""
     reads = ("a", "residual", "w_post")
     record_sum(rec, step, t, reads, writes=("sum", "y"), parts=parts)

@@ -14,7 +14,7 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None) -> None:
     """sum[T,H] = (residual + rms(a) * w_post) * scale and y[T,H] = rms(sum) * w_next, for the live rows; y f32, f16 or
-    q8_act. `parts`: of a, which is written then."""
+    q8_act. `parts`: partials of a; a is then written."""
     rows, hidden = step.bind["T"], step.bind["H"]
     y, some = t["y"], t["sum"].parts[0]
     reads = [p for name in ("a", "residual", "w_post", "w_next") for p in t[name].parts]

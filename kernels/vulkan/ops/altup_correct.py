@@ -11,6 +11,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None) -> None:
-    """corrected f32 [T,A*H], and y [T,H] = corrected 0 * w_scale. `parts`: of a, which is written then."""
+    """corrected f32 [T,A*H], and y [T,H] = corrected 0 * w_scale. `parts`: partials of a; a is then written."""
     reads = ("a", "residual", "w_post", "predicted", "w_router_norm", "w_router", "w_correct", "w_scale")
     record_sum(rec, step, t, reads, writes=("corrected", "y"), parts=parts)

@@ -11,6 +11,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """y [T,H] = rms(the mean of stream 0 and of z f32 [T,(A-1)*H] at its magnitude) * w_norm."""
+    """y [T,H] = rms(mean) * w_norm; mean: of stream 0 and z f32 [T,(A-1)*H] scaled to stream 0's magnitude."""
     reads = ("streams", "z", "w_norm")
     record_rows(rec, step, t, reads, writes=("y",))

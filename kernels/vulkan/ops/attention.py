@@ -1,12 +1,11 @@
 """attention: flash attention over the paged cache.
 
-On matrix units, for many rows, an f16 or q8_0 cache and the heads of FLASH: one dispatch, tiles of rows and heads
-against tiles of positions. Else in two dispatches, partial results of KV splits and their merge.
+Many rows (prefill) with an f16 or q8_0 cache and the heads of FLASH run on matrix units in one dispatch. Other cases
+take two dispatches: partial results of KV splits, then their merge.
 
-Few rows: one row and kv head per tile, its context in KV splits so that the device is full; or, where the tuning table
-says so, decode_attention's kernel, given queries that are ready.
-Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a
-shader's loops may run.
+Few rows: one row and kv head per tile, and enough KV splits to fill the device; or decode_attention's kernel with
+ready queries, where the tuning table asks for it. Many rows: neighbouring rows share every load of K and V, and a KV
+split is as long as a shader's loops may run.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 WIDTH = 32  # threads of a workgroup of attention.slang: WIDTH / subgroup size tiles
-DECODE_ROWS = 32  # plans of at most so many rows take KV splits to fill the device
-MIN_SPLIT = 128  # positions of a KV split, at least, where there are few rows
-LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every loop, silently, after 65535 in all
+DECODE_ROWS = 32  # most rows of a plan whose KV splits fill the device
+MIN_SPLIT = 128  # fewest positions of a KV split with few rows
+LOOPS = 60_000  # loop iterations of one invocation: llvmpipe silently ends every loop after 65535 in all
 MAX_SPLITS = 64
-MAX_PARTS = 1024  # rows * KV splits, at most: bounds the scratch memory
-# By type of the cache and head_dim: columns of a subgroup that flash_attention.slang is built for.
+MAX_PARTS = 1024  # most rows * KV splits: bounds the scratch memory
+# Columns per subgroup that flash_attention.slang is built for, by cache type and head_dim.
 FLASH: dict[str, dict[int, tuple[int, ...]]] = {
     "f16": {64: (64,), 128: (64, 128), 256: (64, 128, 256), 512: (128, 256)},
     "q8_0": {128: (128,), 256: (128,), 512: (128,)},
@@ -41,7 +40,7 @@ QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built va
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Which kernel, and what a tile covers: rows * heads (of one kv head) <= queries."""
+    """A kernel, and what its tile covers: rows * heads (of one kv head) <= queries."""
 
     units: int
     queries: int
@@ -49,26 +48,24 @@ class Tiling:
     heads: int
     splits: int
     min_split: int
-    """Positions of a KV split, at least; where `splits` of them are too few for the context, splits are longer, all
-    alike."""
+    """Fewest positions of a KV split. Splits get longer, all alike, where `splits` of them do not cover the context."""
 
 
 def longest_split(units: int, rows: int, subgroup: int) -> int:
-    """Positions of a KV split for which a tile's loops stay within LOOPS, each of its rows in a sequence of its own."""
+    """Most positions of a KV split with a tile's loops within LOOPS, each of its rows in another sequence."""
     step = (units + 2) * (subgroup + 1) + 1  # iterations of attention.slang's step(), for two keys per lane
     return max(1, LOOPS // (rows * step)) * 2 * subgroup
 
 
 def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int, kv: str = "f16") -> Tiling:
-    """`ratio` query heads per kv head, `span` positions that a row can see at most, `kv`: type of the cache."""
+    """Tiling for `ratio` query heads per kv head, rows that see at most `span` positions, and a `kv` cache."""
     units = next((u for u in QUERIES if u * subgroup * 4 >= head_dim), 0)
     if not units:
         raise VulkanError(
             f"attention takes head_dim up to {max(QUERIES) * subgroup * 4} on a device with subgroups of "
             f"{subgroup}, not {head_dim}"
         )
-    # A CPU driver compiles a lane's unrolled registers slowly and gains little from more of them; gfx1103 has too few
-    # for heads of 512 (165 spilled by Mesa 22.3.6).
+    # A CPU driver compiles unrolled registers slowly and gains little from them. gfx1103 spills with heads of 512.
     most = 8 if subgroup < 16 or head_dim > 256 else 16
     built = [q for q in QUERIES[units] if q <= (4 if kv == "q8_0" else 8)]
     fit = [q for q in built if q * units <= most] or [built[0]]
@@ -85,7 +82,7 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int, kv: s
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
+    """o[T,HQ*D] = softmax(scale q.k) v over the positions that each live row sees; o f32, f16 or q8_act."""
     rows, cache, device, window = step.bind["T"], cache_layout(step, t), rec.device, int(step.attrs["window"])
     span = min(window, cache.context) if window else cache.context
     facts = {"rows": rows, "head_dim": step.bind["D"], "span": span}
@@ -100,8 +97,8 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 
 
 def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
-    """Columns of a head that a subgroup of flash_attention.slang has: as many as the tuning table allows, of those that
-    it is built for; 0 where it is built for none of these."""
+    """Columns of a head per subgroup of flash_attention.slang: the most built variant that the tuning table allows, 0
+    where there is none."""
     rows, heads, d, window = step.bind["T"], step.bind["HQ"], step.bind["D"], int(step.attrs["window"])
     built = FLASH.get(cache.dtype, {}).get(d, ())
     if not built:
@@ -114,7 +111,7 @@ def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
 
 
 def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout, own: int) -> None:
-    """On matrix units: heads and tiles of rows, the rows that see most first. `own`: columns of a subgroup."""
+    """Record flash_attention.slang: tiles of rows and heads, longest contexts first. `own`: columns of a subgroup."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window = int(step.attrs["window"])
     pairs = PAIRS * own // d
@@ -142,7 +139,7 @@ def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
 
 
 def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
-    """KV splits of the context by subgroups, then their merge."""
+    """Record KV splits, one subgroup each, then their merge."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window = int(step.attrs["window"])
     subgroup = rec.device.subgroup_size

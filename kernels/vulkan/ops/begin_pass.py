@@ -1,5 +1,4 @@
-"""begin_pass: the rows of the next pass from its message or from its slots, block-table entries, and the control
-words."""
+"""begin_pass: rows of the next pass from its message or its slots, block-table entries, and control words."""
 
 from __future__ import annotations
 

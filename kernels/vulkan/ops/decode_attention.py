@@ -1,9 +1,9 @@
 """decode_attention: norm, rotation, append and attention of one new row per sequence in one dispatch.
 
-The grid is constant (kv heads, rows of the plan, KV splits): how much of it has work follows from the positions in
-device memory, and the splits that no row needs come last. With several rows it may be (kv heads, so many workgroups)
-instead, which take the splits that there are in turn: a long context among short ones is then everybody's work. Where
-the splits are merged by a dispatch of its own, it is attention's.
+The grid is constant: (kv heads, rows of the plan, KV splits). Positions in device memory determine how many workgroups
+have work; unused splits come last. With several rows the grid may be (kv heads, workgroups) instead, where workgroups
+take the existing splits in turn. That balances a long context among short ones. attention's dispatch merges the splits
+where they are not merged in the kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
-MOST_EACH = 4  # rows that a lane of decode_attention.slang looks at at once
-LEAST_DEALT = 16  # KV splits of a row that has most positions, where they are dealt out
-MAX_PARTS = 1024  # rows * such KV splits, at most: bounds the scratch memory
+MOST_EACH = 4  # most rows that a lane of decode_attention.slang examines at once
+LEAST_DEALT = 16  # fewest KV splits of the longest row where splits are distributed over workgroups
+MAX_PARTS = 1024  # most rows * such KV splits: bounds the scratch memory
 WORD, ELEMENTS = (
     16,
     {"f32": 4, "f16": 8, "q8_0": 16},
@@ -41,14 +41,13 @@ HEADS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which kernel, and the KV splits of a row's context.
+    """A kernel and the KV splits of a row's context.
 
-    heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece:
-    quads of the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge:
-    1: the last subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch
-    of its own does. dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has
-    one of its own. spread: 1: lanes that share a step's keys continue with one score each, which is fewer instructions in
-    a longer chain."""
+    heads: query heads of a workgroup. units, lanes: 16-byte words per lane, and lanes, that hold a key. piece: quads of
+    the result that a subgroup merges at a time. ahead: partial results of splits that it loads at once. merge: 1: the
+    last subgroup to arrive merges; 2: the same, but it polls the partial results; 0: a separate dispatch merges. dealt:
+    workgroups that share the splits of a kv head's tile; 0: one workgroup per split. spread: 1: lanes that share a
+    step's keys continue with one score each, which is fewer instructions in a longer dependency chain."""
 
     heads: int
     units: int
@@ -75,8 +74,8 @@ def shape(
     shared_bytes: int,
     chosen: Mapping[str, int],
 ) -> Shape:
-    """`kv`: type of the cache; `span` positions that a row can see at most; `block`: elements of a block of the
-    result's type; `shared_bytes` that a workgroup may have."""
+    """`kv`: type of the cache. `span`: most positions that a row can see. `block`: elements of a block of the result's
+    type. `shared_bytes`: limit of a workgroup."""
     words = head_dim // ELEMENTS[kv]
     units = next((u for u in HEADS if u * subgroup >= words), 0)
     if not units:
@@ -87,7 +86,7 @@ def shape(
     ratio, subgroups = heads // kv_heads, chosen["subgroups"]
 
     def fit(subgroups: int) -> int:
-        """Heads: of each the query and every subgroup's sums, with maximum and sum of probabilities; the new k and
+        """Heads that fit: each has its query and every subgroup's sums, maximum and softmax sum; also the new k and
         v."""
         fresh = 2 * (words * WORD + (head_dim // 32 * 4 if kv == "q8_0" else 0))
         return (shared_bytes - fresh) // (4 * head_dim * (1 + subgroups) + 8 * subgroups)
@@ -96,7 +95,7 @@ def shape(
         subgroups //= 2
     most_heads = min(ratio, chosen["heads"], max(1, fit(subgroups)))
     tile = next((h for h in HEADS[units] if h >= most_heads), HEADS[units][-1])
-    if kv == "q8_0" and tile * subgroups < 2:  # the new k and v are quantised where the sums are
+    if kv == "q8_0" and tile * subgroups < 2:  # the new k and v are quantised in the memory of the sums
         subgroups = 2
     lanes = 1 << (-(-words // units) - 1).bit_length()
     piece = min(subgroup, max(8, 1 << (tile * head_dim // 4 // subgroups - 1).bit_length()))
@@ -107,7 +106,7 @@ def shape(
         dealt = -(-chosen["groups"] * rows // groups)
     splits = max(1, min(enough, MOST_SPLITS, -(-span // chosen["min_split"])))
     dealt = min(dealt, rows * splits)
-    # Blocks of 32 that straddle two heads are not one workgroup's to write.
+    # A block of 32 that straddles two heads cannot be written by one workgroup.
     merge = chosen["merge"] if head_dim % block == 0 else 0
     return Shape(
         tile,
@@ -125,15 +124,15 @@ def shape(
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None, **choice: int) -> None:
-    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D].
-    `parts`: of qkv, which is written then. `choice` overrides what the tuning table says."""
+    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D]; k and v are appended to k_cache, v_cache [B,BS,HK,D] unless KV is 0. `parts`:
+    partials of qkv; qkv is then written. `choice` overrides the tuning table."""
     attend(rec, step, t, ready=False, parts=parts, **choice)
 
 
 def attend(
     rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool, parts: Parts | None = None, **choice: int
 ) -> None:
-    """As `record`; ready: for attention's step, from q[T,HQ*D] that is normed and rotated, and a cache that holds the
+    """As `record`. ready: for attention's step, from q[T,HQ*D] already normed and rotated and a cache that holds the
     rows."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
@@ -202,7 +201,7 @@ def attend(
     )
     queries = ("q",) * 4 if ready else ("qkv", "w_q_norm", "w_k_norm", "rope")
     reads = [p for name in (*queries, "positions", "slots", "block_table") for p in t[name].parts]
-    whole = part_o  # a binding must hold some buffer
+    whole = part_o  # a binding needs some buffer
     if parts:
         whole, reads = reads[0], [parts.at, *reads[1:]]
     cached = [p for name in ("k_cache", "v_cache") for p in t[name].parts]

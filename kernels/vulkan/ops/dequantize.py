@@ -11,6 +11,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """y f32 or f16 [N,K] = the numbers of w: one dispatch per chunk of w."""
+    """y f32 or f16 [N,K] = w dequantised: one dispatch per chunk of w."""
     for chunk in t["w"].chunks:
         unpack(rec, chunk, t["y"].dtype, t["y"].parts[0], t["w"].shape[-1], chunk.row)

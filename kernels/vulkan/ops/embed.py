@@ -12,8 +12,8 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """x f32 [T,H] = w[token] * scale: one dispatch per chunk of w. An id outside the vocabulary reads the
-    nearest row."""
+    """x f32 [T,H] = w[token] * scale: one dispatch per chunk of w. An id outside the vocabulary reads the nearest
+    row."""
     w, rows = t["w"], step.bind["T"]
     vocab, hidden = w.shape
     units = hidden // unit(w.dtype)

@@ -12,13 +12,13 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], partials: int = 0) -> None:
-    """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the scratch tensor of the step.
+    """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the step's scratch tensor.
 
-    With sparsity and few rows, gate's product comes first, and of up only the rows that some token's gate lets through
-    are read. Where the device's table asks for it, of down only the columns that h is not zero in are read, from a
-    second layout of it. Two dispatches where gate and up are in one chunk, h has the activation type of x and all gates
-    count; otherwise gate and up go through a temporary f32 [T,2F]. `partials`: y is f32 [partials*T,H], as linear() leaves
-    it.
+    With sparsity and few rows, gate's product comes first, and only the rows of up with an open gate are read. Where
+    the tuning table asks for it, only the columns of down with a nonzero h are read, from a column-major copy.
+
+    Two dispatches where gate and up are in one chunk, h has the activation type of x and all gates count. Otherwise
+    gate and up go through a temporary f32 [T,2F]. `partials`: y is f32 [partials*T,H] of kept partials (linear()).
     """
     x, w, h, rows = t["x"], t["w_gate_up"], t["h"], step.bind["T"]
     sparsity = float(step.attrs.get("sparsity", 0.0))

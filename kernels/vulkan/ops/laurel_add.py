@@ -11,7 +11,7 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None) -> None:
-    """sum f32 [T,H] of stream 0, attention and LAuReL, and y [T,H] = rms(sum) * w_next. `parts`: of a, which is written
-    then."""
+    """sum f32 [T,H] of stream 0, attention and LAuReL, and y [T,H] = rms(sum) * w_next. `parts`: partials of a; a is
+    then written."""
     reads = ("a", "laurel", "predicted", "normed", "w_post", "w_laurel", "w_next")
     record_sum(rec, step, t, reads, writes=("sum", "y"), parts=parts)

@@ -11,6 +11,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], partials: int = 0) -> None:
-    """y f32 [T,N] = x [T,K] @ w [N,K].T: one dispatch per chunk of w. `partials`: y is f32 [partials*T,N], as linear() leaves
-    it."""
+    """y f32 [T,N] = x [T,K] @ w [N,K].T: one dispatch per chunk of w. `partials`: y is f32 [partials*T,N] of kept
+    partials (linear())."""
     linear(rec, t["x"], t["w"], t["y"].parts[0], rows=step.bind["T"], extent=step.extent, partials=partials)

@@ -11,13 +11,14 @@ from hybrid.kernels.vulkan.ops._gemm import unit, wide
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
-# These repeat the shader's constants: rows of x and of w in a workgroup's tile.
+# As in the shader: rows of x and of w in a workgroup's tile.
 TOKENS, ACROSS = 8, 128
 CODES = 64 << 20  # bytes of a weight's codes at a time
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """y f32 [T,N] = x f32 [T,K] @ w [N,K].T through int8 codes, a scale for each row of either; w in bands of rows."""
+    """y f32 [T,N] = x f32 [T,K] @ w [N,K].T through int8 codes with one scale per row of x and w; w in bands of
+    rows."""
     x, w, rows, k = t["x"], t["w"], step.bind["T"], step.bind["K"]
     band = max(1, min(CODES, rec.device.max_range) // k)
     (left,) = x.chunks

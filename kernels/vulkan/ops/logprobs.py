@@ -1,4 +1,4 @@
-"""logprobs: parts of each output row first, one workgroup each, then one workgroup per row that merges them."""
+"""logprobs: one workgroup for each part of an output row, then one workgroup per row that merges its parts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-PART, MOST = 2048, 20  # ids of a part, and ids that a row may want, as in the shader
+PART, MOST = 2048, 20  # as in the shader: ids of a part, and most top ids of a row
 READS = ("logits", "out_rows", "slots", "positions", "params")
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """top_ids, top_logprobs [S,64,21] from logits[O,V] and the chosen tokens of history [S,C]; ids >= valid have no
+    """top_ids, top_logprobs [S,64,21] from logits[O,V] and the sampled tokens of history [S,C]; ids >= valid have no
     probability."""
     outs, vocab = t["logits"].shape
     slots, context = t["history"].shape

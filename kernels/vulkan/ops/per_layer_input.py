@@ -17,8 +17,8 @@ TILE = "8x16"  # of gemm_n8_split_k.slang
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """y f32 [T,H] = h @ w_proj [H,P].T, h [T,P] = gelu_tanh(x @ w_gate [P,H].T) * the layer's columns of ple f32 [T,E]:
-    h in one dispatch for few rows with int8 activations, in two for others."""
+    """y f32 [T,H] = h @ w_proj [H,P].T, h [T,P] = gelu_tanh(x @ w_gate [P,H].T) * the layer's columns of ple f32 [T,E].
+    h takes one dispatch for few rows with int8 activations or on matrix units, else two."""
     w, few, types = t["w_gate"], step.bind["T"] <= GEMV_TOKENS, (t["x"].dtype, t["h"].dtype)
     alone = len(w.chunks) == 1
     if few and alone and types == ("q8_act", "q8_act") and w.dtype in SCALED:
@@ -42,7 +42,7 @@ def _own_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 
 
 def _on_matrix_units(rec: Recorder, step: Step, dtype: str) -> bool:
-    """Whether the product with the gate is one that gemm_n8_split_k.slang computes, and the tuning table asks for it."""
+    """Whether gemm_n8_split_k.slang computes the product with the gate and the tuning table asks for it."""
     rows, width, k = step.bind["T"], step.bind["P"], step.bind["H"]
     asked = tile_for(rec.device, "linear", dtype, rows, width, k)["tile"]
     return asked == TILE and goes_to_registers(rec.device, "linear", TILE, dtype, k)

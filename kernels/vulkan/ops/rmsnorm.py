@@ -13,13 +13,13 @@ WORKGROUPS = ((64, 1024), (256, 2048), (1024, 1 << 31))  # threads, and the larg
 
 
 def workgroup(hidden: int, most: int) -> int:
-    """Threads for a row: a row that two sweeps hold in registers where the device allows that many."""
+    """Threads for a row; a row fits in registers for two sweeps where the device allows enough threads."""
     return next(
         threads for i, (threads, width) in enumerate(WORKGROUPS) if hidden <= width or WORKGROUPS[i + 1][0] > most
     )
 
 
-HELD = 3  # repeats held.slang's: units of four elements of a thread
+HELD = 3  # as in held.slang: units of four elements of a thread
 LEAST, PREFERRED = (
     64,
     512,
@@ -27,8 +27,8 @@ LEAST, PREFERRED = (
 
 
 def row_sizes(hidden: int, subgroup: int, most: int) -> dict[str, int]:
-    """Constants of a row kernel: as few units a thread as PREFERRED threads allow, more threads where those cannot hold
-    the row, the most where nothing can."""
+    """Constants of a row kernel: as few units per thread as PREFERRED threads allow, more threads where those cannot
+    hold the row, and the most where none can."""
     units, step = hidden // 4, max(subgroup, 8)  # quantisation reduces over eight lanes
     each = min(-(-units // min(PREFERRED, most)), HELD)
     return {"SUBGROUP": subgroup, "WG": min(max(-(-units // (each * step)) * step, LEAST), most), "UNITS": units}

@@ -1,4 +1,4 @@
-"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the
+"""sample: the next token of each output row, one workgroup per row. For long rows, many workgroups first find the
 greatest logit and the best draw."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-# Up to this one a workgroup has 256 threads, above it 1024 where the device allows them: llvmpipe ends every loop,
-# silently, after 65535 iterations in all, which the passes of 256 threads over a million ids exceed.
+# Largest vocabulary for 256 threads; larger ones take 1024 where allowed. llvmpipe silently ends every loop after 65535
+# iterations in all, which 256 threads exceed over a million ids.
 SMALL_VOCAB = 16384
-PART = 2048  # ids of a part of a longer one: 256 threads of sample_best.slang, 8 ids each
+PART = 2048  # ids of a part of a long row: 256 threads of sample_best.slang, 8 ids each
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """next_token, next_position [S] and history [S,C] from logits[O,V]; ids >= valid are never chosen."""
+    """next_token, next_position [S] and history [S,C] from logits[O,V]; ids >= valid are never sampled."""
     outs, vocab = t["logits"].shape
     valid = int(step.attrs["valid"])
     if not 0 < valid <= vocab:
@@ -29,7 +29,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     )
     threads = min(threads, 1024 if rec.device.max_threads >= 1024 else 256)
     parts = -(-valid // PART) if vocab > SMALL_VOCAB else 0
-    found = t["logits"].parts[0]  # not read where there are no parts, but its binding must hold some buffer
+    found = t["logits"].parts[0]  # not read without parts, but its binding needs some buffer
     slots, context = t["history"].shape
     reads = [p for name in ("logits", "out_rows", "slots", "positions", "params") for p in t[name].parts]
     if parts:

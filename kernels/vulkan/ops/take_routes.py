@@ -11,7 +11,7 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """wanted_positions, wanted_slots, wanted_rows i32 [O]: of the live outputs' rows."""
+    """wanted_positions, wanted_slots, wanted_rows i32 [O] of the live outputs."""
     outs = step.bind["O"]
     rec.dispatch(
         rec.kernel("take_routes"),

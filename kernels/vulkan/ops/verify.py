@@ -1,4 +1,4 @@
-"""verify: guessed rows held against the choices that sample made, in one workgroup."""
+"""verify: compare draft tokens with the sampled tokens, in one workgroup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inter-workgroup mailbox (workgroup_flags.slang): a layer in one dispatch makes the text of separate steps, published words
+"""Inter-workgroup flags (workgroup_flags.slang): a layer in one dispatch makes the text of separate steps, published words
 are cleared when all have read them, and where a word is never published, the bound of the wait ends the pass, not the
 text."""
 
@@ -40,7 +40,7 @@ from hybrid.devices.opening import open_device
 from hybrid.kernels.vulkan.device import VulkanDevice
 
 pytestmark = pytest.mark.slow
-MAILBOX_MUTANTS = {s.name: s for s in load(MUTANTS / "mailbox")}
+FLAG_MUTANTS = {s.name: s for s in load(MUTANTS / "workgroup_flags")}
 SILENT = {
     "a row of the output product": ("layer", 1),
     "a block of h": ("layer", 2),
@@ -60,7 +60,7 @@ PROMPT, TOKENS, WITHIN_S = IDS[:40], 16, 2.0
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return open_checkpoint(write_hf(tmp_path_factory.mktemp("mailbox"), HPARAMS, dtype="f32"))
+    return open_checkpoint(write_hf(tmp_path_factory.mktemp("workgroup_flags"), HPARAMS, dtype="f32"))
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +98,17 @@ def mutants(
 
         def of(name: str) -> Any:
             if name not in opened:
-                with open(made / "mailbox.lock", "w") as lock:  # compiled once, however many processes the run has
+                with open(
+                    made / "workgroup_flags.lock", "w"
+                ) as lock:  # compiled once, however many processes the run has
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    if not (made / "mailbox" / name).exists():
+                    if not (made / "workgroup_flags" / name).exists():
                         (folder / name).mkdir()
-                        spirv = mutated_spirv(MAILBOX_MUTANTS[name], chosen, folder / name)
-                        (made / "mailbox").mkdir(exist_ok=True)
+                        spirv = mutated_spirv(FLAG_MUTANTS[name], chosen, folder / name)
+                        (made / "workgroup_flags").mkdir(exist_ok=True)
                         shutil.copytree(spirv, folder / f"{name}.whole")
-                        (folder / f"{name}.whole").rename(made / "mailbox" / name)
-                spirv = made / "mailbox" / name
+                        (folder / f"{name}.whole").rename(made / "workgroup_flags" / name)
+                spirv = made / "workgroup_flags" / name
                 opened[name] = closing.enter_context(open_backend("vulkan", spirv=spirv))
                 decode(
                     opened[name], checkpoint, 1, layer=False
