@@ -131,7 +131,7 @@ def test_cached_blocks_are_held_and_their_window_slides():
     n, coming = blocks.match(second, ids, 5, 2)
     assert (n, coming) == (5, False)
     blocks.adopt(second, n, 3, writes)
-    assert [w[:3] for w in writes] == [*(("global", 3, i) for i in range(5)), ("local", 3, 3), ("local", 3, 4)]
+    assert [w[:3] for w in writes] == [*((0, 3, i) for i in range(5)), (1, 3, 3), (1, 3, 4)]
     assert blocks.used == {"global": 5, "local": 2}, "both sequences hold the same"
     blocks.check([first, second])
     blocks.release(first)

@@ -36,7 +36,7 @@ def rows(count: int, **more: Any) -> Pass:
 
 
 def test_a_message_is_header_rows_wanted_rows_and_entries() -> None:
-    made = message(9, rows(2, writes=[("local", 1, 3, 7), ("global", 0, 2, 5)]))
+    made = message(9, rows(2, writes=[(1, 1, 3, 7), (0, 0, 2, 5)]))
     assert made.dtype == np.int32
     assert made.tolist() == [9, 2, 2, 2, 0, 0, 0, 0, -1, -1, 0, -1, -1, 1, 0, -1, 1, -1, 1, 1, 3, 7, 0, 0, 2, 5]
     assert message(1, rows(1), np.array([4], np.int32)).tolist()[-2:] == [0, 4]
@@ -70,6 +70,6 @@ def test_after_a_submit_that_failed_the_count_begins_anew() -> None:
 
 def test_messages_that_do_not_fit_are_refused() -> None:
     inbox = Inbox(Device(), SHAPE)  # type: ignore[arg-type]
-    inbox.put(rows(8, writes=[("global", 0, 0, 0)] * SHAPE.entries))
+    inbox.put(rows(8, writes=[(0, 0, 0, 0)] * SHAPE.entries))
     with pytest.raises(ValueError, match=r"9 rows with .* entries of block tables take .* words"):
-        inbox.put(rows(9, writes=[("global", 0, 0, 0)] * SHAPE.entries))
+        inbox.put(rows(9, writes=[(0, 0, 0, 0)] * SHAPE.entries))

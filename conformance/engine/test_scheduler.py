@@ -389,7 +389,7 @@ def test_positions_marked_computed_are_neither_found_nor_shared():
     server.add(prompt(20), 1, start=13)
     done = server.step()
     assert [run.start for run in done.runs] == [13]
-    assert min(index for group, _, index, _ in done.writes if group == "local") == 2, "the next row's window"
+    assert min(index for group, _, index, _ in done.writes if group == 1) == 2, "the next row's window"
     server.drain()
     other = server.add(prompt(20), 3)
     server.drain()
@@ -442,15 +442,15 @@ def test_drafts_never_cost_another_stream_its_row():
 
 
 def test_drafts_leave_rows_for_spans():
-    server = loop(slots=3, rows=12, outs=12)
+    server = loop(slots=3, rows=12, outs=12, ahead=1)
     stream = server.add(prompt(2), 60, ahead=False)
-    server.steps(3)
+    server.steps(2)
     spanned = server.add(prompt(10, 3), 4, spans=[(0, 10)])
-    for _ in range(12):
-        if stream.generated and not stream.pending and stream.finish is None:
-            server.scheduler.draft(stream, [1, 2, 3, 4, 5, 6])
-        server.step()
-    assert spanned.generated
+    for _ in range(2):  # admitted in the first
+        server.scheduler.draft(stream, [1, 2, 3, 4, 5, 6])
+        done = server.step()
+    assert done and [(run.seq, len(run.ids or (0,))) for run in done.runs] == [(stream, 1), (spanned, 10)]
+    server.drain()
 
 
 def test_spans_that_never_fit_are_refused():

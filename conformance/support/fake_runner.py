@@ -81,13 +81,14 @@ class Runner:
         self.tables = {
             g.name: [[self._noise() % g.blocks for _ in range(table)] for _ in range(slots)] for g in self.groups
         }
+        self.numbers = list(self.tables)
         self.next = [(self._noise() % VOCAB, self._noise()) for _ in range(slots)]
 
     def run(self, done: Pass) -> tuple[list[int], list[int]]:
         """(tokens, accepted count of each run that samples), as `Scheduler.commit` takes them."""
         assert len({write[:3] for write in done.writes}) == len(done.writes), "one entry of a table written twice"
         for group, slot, index, block in done.writes:
-            self.tables[group][slot][index] = block
+            self.tables[self.numbers[group]][slot][index] = block
         assert len({run.slot for run in done.runs}) == len(done.runs), "two runs of one slot"
         for seq, _, start, ids, *_ in done.runs:
             assert not any(a < start + len(ids or (0,)) < b for a, b in seq.spans), f"{seq.id}: a span is cut"

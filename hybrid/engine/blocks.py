@@ -23,11 +23,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import repeat
 
 from hybrid.planning.cache import CacheShape
 
-Write = tuple[str, int, int, int]
-"""A change of a block table: group, slot, index, block."""
+Write = tuple[int, int, int, int]
+"""A change of a block table: number of the group, slot, index, block."""
 RANKS = 2
 
 
@@ -110,14 +111,16 @@ class Pool:
                 idle.pop(block, None)
         self.refs[block] += 1
 
-    def drop(self, block: int, rank: int) -> None:
-        """Drop a reference."""
-        self.refs[block] -= 1
-        if not self.refs[block]:
-            if self.keys[block] is None:
-                self.free.append(block)
-            else:
-                self.idle[rank][block] = None
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Drop a reference of each."""
+        refs, keys = self.refs, self.keys
+        for block in blocks:
+            refs[block] -= 1
+            if not refs[block]:
+                if keys[block] is None:
+                    self.free.append(block)
+                else:
+                    self.idle[self.rank[block]][block] = None
 
     def name(self, block: int, key: bytes, born: int) -> None:
         """Enter a held block into the prefix cache for passes after `born`, unless the key is taken."""
@@ -153,7 +156,8 @@ class Blocks:
     def __init__(self, groups: Sequence[Group], block: int, salt: bytes = b"", reuse: bool = True) -> None:
         if not groups or block < 1:
             raise ValueError(f"a cache needs a group of layers and a positive block, not {groups} and {block}")
-        self.pools = [Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)]  # full-context groups first
+        self.pools = [Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)]
+        """By number: groups of full context first, as begin_pass's tables."""
         self.block, self.reuse = block, reuse
         self.evictions = 0
         """Evicted blocks."""
@@ -229,7 +233,7 @@ class Blocks:
                 block = pool.by_key[held.keys[i]]
                 pool.hold(block)
                 table.append(block)
-                writes.append((pool.group.name, slot, i, block))
+                writes.append((g, slot, i, block))
             held.first[g] = max(held.first[g], first)
         held.sealed = n
 
@@ -263,11 +267,8 @@ class Blocks:
         if n - start > 0:
             if self.available() < n - start:
                 return False
-            for g, pool in enumerate(self.pools):
-                for i in range(start, n):
-                    block = self._take(pool)
-                    held.tables[g].append(block)
-                    writes.append((pool.group.name, slot, i, block))
+            for g in range(len(self.pools)):
+                self._take(held, g, start, n, slot, writes)
         return True
 
     def begin(self, held: Held, n: int, position: int, slot: int, writes: list[Write]) -> bool:
@@ -276,12 +277,9 @@ class Blocks:
         firsts = [p.group.first(position, self.block) for p in self.pools]
         if any(p.available < n - first for p, first in zip(self.pools, firsts, strict=True)):
             return False
-        for g, (pool, first) in enumerate(zip(self.pools, firsts, strict=True)):
+        for g, first in enumerate(firsts):
             held.tables[g], held.first[g] = [-1] * first, first
-            for i in range(first, n):
-                block = self._take(pool)
-                held.tables[g].append(block)
-                writes.append((pool.group.name, slot, i, block))
+            self._take(held, g, first, n, slot, writes)
         return True
 
     def slide(self, held: Held, position: int) -> None:
@@ -295,10 +293,7 @@ class Blocks:
         self.anchor(held, held.sealed)
         for g, pool in enumerate(self.pools):
             table = held.tables[g]
-            for i in range(
-                len(table) - 1, held.first[g] - 1, -1
-            ):  # the end of a branch is evicted before its beginning
-                pool.drop(table[i], pool.rank[table[i]] if pool.group.window else RANKS - 1)
+            pool.drop(reversed(table[held.first[g] :]))  # the end of a branch is evicted before its beginning
             table.clear()
             held.first[g] = 0
         held.sealed = 0
@@ -313,24 +308,29 @@ class Blocks:
     def _pass(self, held: Held, g: int, first: int) -> None:
         """Free a group's blocks before `first`."""
         pool, table = self.pools[g], held.tables[g]
-        for i in range(held.first[g], first):
-            pool.drop(table[i], pool.rank[table[i]])
-            table[i] = -1
+        passed = slice(held.first[g], first)
         if first > held.first[g]:
+            pool.drop(table[passed])
+            table[passed] = [-1] * (first - held.first[g])
             held.first[g] = first
             self.given += 1
 
-    def _take(self, pool: Pool) -> int:
-        """A free block, else the first evictable one."""
-        if not pool.free:
+    def _take(self, held: Held, g: int, start: int, n: int, slot: int, writes: list[Write]) -> None:
+        """Extend a group's table from `start` to n blocks: free ones, else the first evictable ones."""
+        pool, count = self.pools[g], n - start
+        while len(pool.free) < count:
             block = next(iter(next(idle for idle in pool.idle if idle)))
             key = pool.keys[block]
             assert key is not None
             self.evictions += 1
             self._forget(pool, key)
-        block = pool.free.pop()
-        pool.refs[block], pool.rank[block] = 1, 0
-        return block
+        at = len(pool.free) - count
+        taken = pool.free[at:][::-1]
+        del pool.free[at:]
+        for block in taken:
+            pool.refs[block], pool.rank[block] = 1, 0
+        held.tables[g] += taken
+        writes.extend(zip(repeat(g), repeat(slot), range(start, n), taken))
 
     def _forget(self, pool: Pool, key: bytes) -> None:
         """Evict a key: from its group, and from all groups if that one sees the whole context."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,6 @@ GUESSED = -2
 FOLLOWS = -(1 << 30)
 """Token word: as GUESSED up to the last accepted position (`known_until`), else the slot's last sampled token; FOLLOWS - n:
 of its slot n. Position word of such a row: min(next position, last verified position)."""
-TABLES = {"global": 0, "local": 1}
 _SKIPPED = 1000  # the pass counter jumps by this where the number of started passes is unknown
 PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
 
@@ -127,7 +127,7 @@ def message(number: int, p: Pass, mask_rows: np.ndarray | None = None) -> np.nda
     wanted = made[at[1] : at[2]].reshape(outs, OUT_WORDS)
     wanted[:, 0], wanted[:, 1] = out_rows, -1 if mask_rows is None else mask_rows
     if entries:
-        made[at[2] :] = [word for table, *place in p.writes for word in (TABLES[table], *place)]
+        made[at[2] :] = list(chain.from_iterable(p.writes))
     return made
 
 
