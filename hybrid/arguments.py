@@ -121,7 +121,7 @@ def add_engine(p: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="device memory budget such as 16GiB; the KV cache gets the rest after weights and activations (full contexts)",
     )
-    add_guesses(p)
+    add_drafts(p)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _speculate(text: str) -> str | int:
         raise argparse.ArgumentTypeError(f"{text!r}: write auto, or a number of draft tokens") from None
 
 
-def add_guesses(p: argparse.ArgumentParser) -> None:
-    """Add --draft and --speculate, as of hybrid.load (`check_guesses`)."""
+def add_drafts(p: argparse.ArgumentParser) -> None:
+    """Add --draft and --speculate, as of hybrid.load (`check_drafts`)."""
     p.add_argument(
         "--draft",
         metavar="FILE",
@@ -233,11 +233,11 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name, *_ in SAMPLING} | {"logit_bias": dict(args.logit_bias)}
 
 
-def check_guesses(args: argparse.Namespace) -> None:
+def check_drafts(args: argparse.Namespace) -> None:
     """Validate --draft and --speculate before loading. ValueError."""
-    from hybrid.engine.speculation import most_guesses
+    from hybrid.engine.speculation import most_drafts
 
-    most_guesses(args.draft, args.speculate)
+    most_drafts(args.draft, args.speculate)
 
 
 def open_devices(args: argparse.Namespace, checkpoint: Checkpoint, held: ExitStack) -> tuple[Schedule, Opened]:

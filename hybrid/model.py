@@ -22,10 +22,10 @@ from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
 from hybrid.devices.opening import NpuKind, Opened
 from hybrid.engine.handle import Handle, outcomes
-from hybrid.engine.loading import MOST_GUESSES, EngineConfig, LoadClock
+from hybrid.engine.loading import MOST_DRAFTS, EngineConfig, LoadClock
 from hybrid.engine.loop import QUEUE, Engine
 from hybrid.engine.request import Options, Request, token_ids
-from hybrid.engine.speculation import Drafter, Speculator, most_guesses
+from hybrid.engine.speculation import Drafter, Speculator, most_drafts
 from hybrid.engine.stats import EngineReport, Metrics, Stats
 from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
@@ -82,9 +82,9 @@ def load(
 
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with a one-line message and its fix.
     """
-    guesses = most_guesses(draft, speculate)
+    drafts = most_drafts(draft, speculate)
     config = EngineConfig(
-        guesses=guesses,
+        drafts=drafts,
         precision=precision,
         kv=kv,
         weights=weights,
@@ -103,8 +103,8 @@ def load(
     try:
         made = ready(checkpoint, device, schedule, config, clock, npu, warm, queue)
         try:
-            if guesses:
-                k = guesses if isinstance(speculate, int) else None
+            if drafts:
+                k = drafts if isinstance(speculate, int) else None
                 made.engine.speculate(drafter_for(made, draft, slots, warm), k)
             if warm:
                 # a full collection takes long with a loaded model: do it before the first request
@@ -213,7 +213,7 @@ class Model:
             if self.speculator.k is not None:
                 raise ValueError(
                     f"speculate: the model was loaded with {self.speculator.k} draft tokens a pass: give a number, 0 to "
-                    f"{MOST_GUESSES}, or load it with speculate='auto'"
+                    f"{MOST_DRAFTS}, or load it with speculate='auto'"
                 )
             options = {**options, "speculate": None}
         return self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), Options.of(options)
@@ -249,7 +249,7 @@ class Model:
             reencoded=tuple(r.line() for r in runner.reencoded),
             memory=dict(engine.device.memory()),
             threads=engine.device.threads,
-            guessed="" if spec is None else _guessed(spec.name, request),
+            speculation="" if spec is None else _speculation(spec.name, request),
             drafted=request.drafted,
             accepted=request.accepted,
         )
@@ -284,7 +284,7 @@ class Model:
         return self.engine
 
 
-def _guessed(name: str, request: Request) -> str:
+def _speculation(name: str, request: Request) -> str:
     """A line on a request's speculation."""
     share = f" ({100 * request.accepted / request.drafted:.0f} %)" if request.drafted else ""
     tokens = len(request.ids) - request.n_prompt

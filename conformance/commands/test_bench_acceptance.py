@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hybrid.bench import __main__ as bench
-from hybrid.bench.guessing import Guessing
+from hybrid.bench.acceptance import AcceptanceTests
 from hybrid.bench.measure import Bench
 from hybrid.bench.probe import Probes
 from hybrid.checkpoint import random
@@ -20,7 +20,7 @@ SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device
 def test_drafts_of_a_set_acceptance_are_counted(capsys):
     assert bench.main([*SMALL, "--acceptance", "1,0,0.5", "--speculate", "3", "--json"]) == 0
     said = capsys.readouterr()
-    right, wrong, half = json.loads(said.out)["guessed"]
+    right, wrong, half = json.loads(said.out)["speculation"]
     assert [line.split()[3] for line in said.err.splitlines() if " @ " in line] == ["1.00", "0.00", "0.50"], (
         "each when it is there"
     )
@@ -28,7 +28,7 @@ def test_drafts_of_a_set_acceptance_are_counted(capsys):
         "a token, 3 times 4"
     )
     assert wrong["accepted"] == 0 and wrong["passes"] == 13 and wrong["verified"] == 11, (
-        "no guess is left for the last token"
+        "no draft is left for the last token"
     )
     assert 0 < half["accepted"] < half["drafted"] and half["tokens_of_a_verification_expected"] == 1.875
     assert all(
@@ -69,8 +69,8 @@ def test_a_draft_models_passes_run_and_its_drafts_are_replaced(monkeypatch, caps
 @pytest.mark.parametrize("options", [["--acceptance", "1,0", "--speculate", "3"], ["-p", "0"]])
 def test_a_run_that_is_cut_has_printed_what_it_has_measured(monkeypatch, capsys, options):
     """The second test never ends: a time limit ends the program."""
-    tests = Guessing if "--acceptance" in options else Bench
-    name = "run" if tests is Guessing else "decode"
+    tests = AcceptanceTests if "--acceptance" in options else Bench
+    name = "run" if tests is AcceptanceTests else "decode"
     whole, begun = getattr(tests, name), list[int]()
 
     def cut(self, *args):

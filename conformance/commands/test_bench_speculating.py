@@ -8,19 +8,19 @@ import pytest
 
 from conformance.support.paths import DEMO
 from hybrid.bench import __main__ as bench
-from hybrid.bench.speculating import Guesses, Runs
+from hybrid.bench.speculating import Drafts, Runs
 from hybrid.engine.request import Request
 from hybrid.engine.speculation import Lookup, Replay
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
 ASKED = ["-b", "3", "--requests", "4", "--prompt-lengths", "33,40", "--output-lengths", "7,13"]
-COUNTED = {"k", "rate", "drafted", "accepted", "verified", "guesses", "times", "times_while_all_run", "same_texts"}
+COUNTED = {"k", "rate", "drafted", "accepted", "verified", "drafts", "times", "times_while_all_run", "same_texts"}
 
 
 # --- known texts of several sequences --------------------------------------------------------------------------------
 
 
-def guessed(known: Replay, prompt: tuple[int, ...], text: tuple[int, ...], most: int) -> list[int]:
+def drafted(known: Replay, prompt: tuple[int, ...], text: tuple[int, ...], most: int) -> list[int]:
     """Drafts for a request that has generated this text."""
     request = Request(0, prompt)
     request.ids += text
@@ -29,13 +29,13 @@ def guessed(known: Replay, prompt: tuple[int, ...], text: tuple[int, ...], most:
 
 def test_replay_drafts_by_the_sequences_text():
     known = Replay({(1, 2): (3, 4, 5), (6, 7, 8): (4, 9)}, 1.0)
-    assert guessed(known, (1, 2), (3,), 5) == [4, 5] and guessed(known, (6, 7, 8), (), 1) == [4]
-    assert guessed(known, (1, 2), (3, 4), 3) == [5] and guessed(known, (6, 7, 8), (4,), 3) == [9], (
+    assert drafted(known, (1, 2), (3,), 5) == [4, 5] and drafted(known, (6, 7, 8), (), 1) == [4]
+    assert drafted(known, (1, 2), (3, 4), 3) == [5] and drafted(known, (6, 7, 8), (4,), 3) == [9], (
         "as long, with the same last token"
     )
-    assert guessed(known, (1, 2), (3, 4, 5), 2) == []
-    assert guessed(known, (1, 2, 9), (), 2) == [], "no known text"
-    assert guessed(Replay({(1, 2): (3, 4, 5)}, 0.0), (1, 2), (3,), 2) == [4 ^ 1, 5 ^ 1]
+    assert drafted(known, (1, 2), (3, 4, 5), 2) == []
+    assert drafted(known, (1, 2, 9), (), 2) == [], "no known text"
+    assert drafted(Replay({(1, 2): (3, 4, 5)}, 0.0), (1, 2), (3,), 2) == [4 ^ 1, 5 ^ 1]
     with pytest.raises(ValueError, match=r"rate must be a probability, 0 to 1, not 1\.5"):
         Replay({}, 1.5)
 
@@ -52,13 +52,13 @@ def test_replay_drafts_for_concurrent_requests_until_they_end():
 def test_replay_accepts_drafts_at_different_positions():
     """A pass whose drafts are all right or all wrong would be unrealistic."""
     known = Replay({(n, 0): tuple(range(40)) for n in range(2)}, 0.5)
-    first, second = (guessed(known, (n, 0), (0,), 39) for n in range(2))
+    first, second = (drafted(known, (n, 0), (0,), 39) for n in range(2))
     assert first != second and 5 < sum(a == b for a, b in zip(first, range(1, 40), strict=True)) < 35
 
 
 def test_titles_describe_the_drafts_of_a_run():
-    assert [Guesses().title, Guesses(None).title] == ["without drafts", "draft tokens of a pass: auto"]
-    assert Guesses(3, 0.5).title == "draft tokens of a pass: 3, acceptance 0.50"
+    assert [Drafts().title, Drafts(None).title] == ["without drafts", "draft tokens of a pass: auto"]
+    assert Drafts(3, 0.5).title == "draft tokens of a pass: 3, acceptance 0.50"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_titles_describe_the_drafts_of_a_run():
 def test_drafts_of_a_set_acceptance_are_counted_for_all_requests(capsys):
     assert bench.main([*SMALL, *ASKED, "--acceptance", "1,0", "--speculate", "3", "--json", "--energy"]) == 0
     out = json.loads(capsys.readouterr().out)
-    plain, (right, wrong) = out["requests"], out["guessed"]
+    plain, (right, wrong) = out["requests"], out["speculation"]
     assert out["draft"] == "known texts" and not COUNTED & set(plain) and set(right) == set(plain) | COUNTED
     for found in (right, wrong):
         assert all(found[name] == plain[name] for name in ("generated_tokens", "prompt_tokens"))
@@ -77,7 +77,7 @@ def test_drafts_of_a_set_acceptance_are_counted_for_all_requests(capsys):
             found["times"] == found["tokens_per_second"] / plain["tokens_per_second"]
             and found["times_while_all_run"] is None
         )
-        assert f"drafted {found['drafted']}, accepted {found['accepted']} " in found["guesses"]
+        assert f"drafted {found['drafted']}, accepted {found['accepted']} " in found["drafts"]
     assert right["rate"] == 1 and right["drafted"] == right["accepted"] > right["verified"] > 0
     assert wrong["rate"] == 0 and wrong["accepted"] == 0 < wrong["verified"] <= wrong["drafted"]
     assert right["passes"] < wrong["passes"]
@@ -123,7 +123,7 @@ def test_a_draft_may_only_cost_its_time(capsys):
     options = ["--acceptance", "1", "--draft-random", "gemma3-270m", "--speculate", "2", "--json"]
     assert bench.main([*SMALL, *ASKED, *options]) == 0
     out = json.loads(capsys.readouterr().out)
-    (found,) = out["guessed"]
+    (found,) = out["speculation"]
     assert out["draft"] == "draft random/gemma3-270m on cpu" and found["drafted"] == found["accepted"] > 0
 
 
@@ -132,9 +132,9 @@ def test_a_file_is_measured_with_prompt_lookup(capsys):
     options = ["-b", "2", "--requests", "2", "--prompt-lengths", "8", "--output-lengths", "40", "--speculate", "4"]
     assert bench.main([str(DEMO), "--device", "cpu", "--json", *options]) == 0
     said = capsys.readouterr()
-    (found,) = json.loads(said.out)["guessed"]
+    (found,) = json.loads(said.out)["speculation"]
     assert (
-        found["guesses"].startswith("speculation (lookup): drafted ") and found["drafted"] > 0 and found["rate"] is None
+        found["drafts"].startswith("speculation (lookup): drafted ") and found["drafted"] > 0 and found["rate"] is None
     )
     assert said.err.count("between tokens") == 2, "each run when it is there"
 

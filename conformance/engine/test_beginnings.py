@@ -57,11 +57,11 @@ def run(draft: Any, device: str, count: int, tokens: int, file: Any = DEMO, **op
         prompts = beginnings(model, count)
         for way, chosen in WAYS.items():
             began = time.perf_counter()
-            plain, guessed = (
+            plain, drafted = (
                 texts(model, prompts, max_tokens=tokens, logprobs=logprobs, **chosen, **more)
                 for more in ({"speculate": 0}, {})
             )
-            for prompt, one, other in zip(prompts, plain, guessed, strict=True):
+            for prompt, one, other in zip(prompts, plain, drafted, strict=True):
                 same = one.ids == other.ids and one.logprobs == other.logprobs
                 if not same:
                     assert "deterministic" not in options, f"bit for bit: {one}, with drafts {other}"

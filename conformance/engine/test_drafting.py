@@ -91,7 +91,7 @@ def spent(
     rate: float,
     cost: Callable[[int], float],
     sequences: int = 1,
-    guess: float | Callable[[int], float] = 0.0,
+    draft: float | Callable[[int], float] = 0.0,
     k: int | None = None,
     wanted: int | None = None,
     tokens: int = TOKENS,
@@ -105,7 +105,7 @@ def spent(
     blocks = Blocks([Group("local", sequences * (tokens // 4 + 4), WINDOW)], BLOCK)
     scheduler, clock = Scheduler(blocks, limits, lambda: 0.0), Clock()
     runner = Runner(blocks.groups, BLOCK, sequences, -(-limits.ctx // BLOCK))
-    drafter = Rated(Oracle([WINDOW]), rate, clock, guess if callable(guess) else lambda n: guess * n, slow, seed)
+    drafter = Rated(Oracle([WINDOW]), rate, clock, draft if callable(draft) else lambda n: draft * n, slow, seed)
     speculator = Speculator(drafter, room, k, None, lambda r, e: None, lambda why: None, clock)
     options = {} if wanted is None else {"speculate": wanted}
     requests = [request(i, [i % VOCAB], tokens, **options) for i in range(sequences)]
@@ -126,7 +126,7 @@ def spent(
 
 
 @pytest.mark.parametrize(
-    ("rate", "cost", "guess", "most"),
+    ("rate", "cost", "draft", "most"),
     [
         (0.0, reads, 0.0, 1.03),
         (0.0, computes, 0.0, 1.05),
@@ -137,9 +137,9 @@ def spent(
         (1.0, reads, 0.0, 0.25),
     ],
 )
-def test_cost_and_gain_of_drafts(rate: float, cost: Callable[[int], float], guess: float, most: float) -> None:
+def test_cost_and_gain_of_drafts(rate: float, cost: Callable[[int], float], draft: float, most: float) -> None:
     """Of a text of 400 tokens: half of the trials of an unpredictable one are in its first 64."""
-    found = spent(rate, cost, guess=guess)
+    found = spent(rate, cost, draft=draft)
     assert found.seconds <= most * TOKENS * cost(1), found
 
 
@@ -164,7 +164,7 @@ def test_the_best_draft_length_is_found_from_any_start(rate: float, most: float)
         def vary(seconds: float, noise: random.Random = noise) -> float:
             return seconds * (1 + 0.03 * abs(noise.gauss(0, 1)))
 
-        found = spent(rate, lambda rows: vary(H200[rows]), guess=lambda k: vary(drafts(k)), slow=0.35, seed=seed)
+        found = spent(rate, lambda rows: vary(H200[rows]), draft=lambda k: vary(drafts(k)), slow=0.35, seed=seed)
         took.append(found.seconds)
     best = min((H200[1 + k] + drafts(k)) / expected(rate, k) for k in range(MOST + 1))
     assert sum(took) / len(took) <= most * 1.024 * TOKENS * best, took  # 1.024: the mean of the variation
@@ -342,7 +342,7 @@ def test_where_no_drafts_pay_trials_become_rare() -> None:
 
 def test_a_drafter_that_was_slow_once_is_retried() -> None:
     """Its first drafts took as long as thirty passes; and a pass that made programs does not count as a cost."""
-    found = spent(0.9, reads, guess=0.05, slow=30.0)
+    found = spent(0.9, reads, draft=0.05, slow=30.0)
     assert found.drafted / found.verified > 2 and TOKENS / found.passes > 2, found
     before = found.speculator.costs.known("pass")
     one = request(9, [1], 4)
@@ -384,7 +384,7 @@ def test_a_new_sequence_uses_the_mean_acceptance() -> None:
 
 def test_more_is_drafted_at_higher_acceptance() -> None:
     assert [round(expected(0.5, k), 3) for k in range(4)] == [1.0, 1.5, 1.75, 1.875]
-    mean = [s.drafted / s.verified for s in (spent(rate, reads, guess=0.05) for rate in (0.5, 0.7, 0.95))]
+    mean = [s.drafted / s.verified for s in (spent(rate, reads, draft=0.05) for rate in (0.5, 0.7, 0.95))]
     assert mean[0] < mean[1] < mean[2]
 
 

@@ -46,8 +46,8 @@ def test_lookup_finds_continuations_and_repeats() -> None:
 def test_replay_is_right_as_often_as_asked() -> None:
     text = list(range(100, 1100))
     for rate in (0.0, 0.6, 1.0):
-        guessed = after(Replay({(1,): text}, rate), [1], 1000)
-        assert abs(sum(a == b for a, b in zip(guessed, text, strict=True)) / len(text) - rate) <= 0.05
+        drafted = after(Replay({(1,): text}, rate), [1], 1000)
+        assert abs(sum(a == b for a, b in zip(drafted, text, strict=True)) / len(text) - rate) <= 0.05
     one = request(0, [1], 9)
     one.ids += text
     assert Replay({(1,): text}, 1.0).propose({one: 3}) == {one: []}, "no drafts after its end"

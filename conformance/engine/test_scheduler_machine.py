@@ -49,9 +49,9 @@ class ModalDrafter:
         self.oracle, self.way, self.closed = oracle, WAYS[0], False
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
-        return {request: self.guesses(request.ids, most) for request, most in wanted.items()}
+        return {request: self.drafts(request.ids, most) for request, most in wanted.items()}
 
-    def guesses(self, ids: Sequence[int], most: int) -> list[int]:
+    def drafts(self, ids: Sequence[int], most: int) -> list[int]:
         match self.way:
             case "fails":
                 raise RuntimeError("no more")
@@ -86,13 +86,13 @@ class Machine(RuleBasedStateMachine):
         ahead=st.integers(1, 3),
         queue=st.sampled_from([3, 30]),
         overtakes=st.sampled_from([0, 1, 5]),
-        guesses=st.sampled_from([0, 1, 3, None, None]),
+        drafts=st.sampled_from([0, 1, 3, None, None]),
         overlap=st.booleans(),
         cap=st.booleans(),
         data=st.data(),
     )
     def start(
-        self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, overlap, cap, data
+        self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, drafts, overlap, cap, data
     ):
         table = -(-ctx // block)
         groups = [Group("global", table + spare[0])]
@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.failures: list[str] = []
         self.drafter, room = ModalDrafter(self.oracle), self.limits.outs or slots
-        self.speculator = Speculator(self.drafter, room, guesses, None, lambda s, e: None, self.failures.append)
+        self.speculator = Speculator(self.drafter, room, drafts, None, lambda s, e: None, self.failures.append)
         self.streams: list[Request] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
@@ -214,7 +214,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not s.ahead for s in self.streams))
     @rule(of=st.integers(0, 99), right=st.integers(0, 3), wrong=st.lists(TOKENS, max_size=2))
-    def guess(self, of, right, wrong):
+    def draft(self, of, right, wrong):
         """Drafts, some of which are correct."""
         some = [s for s in self.streams if not s.ahead and not s.pending and s.finish is None and not s.capture]
         if some:
@@ -273,7 +273,7 @@ class Machine(RuleBasedStateMachine):
         pending = {s: s.pending for s in self.streams}
         if not self.speculator.prepare(scheduler):
             assert self.flights, "nothing is in flight, and no pass may be made"
-            TOTALS["waits for guesses"] += 1
+            TOTALS["waits for drafts"] += 1
             return None
         done = scheduler.schedule()
         for stream in waiting:  # recounted by another rule: later arrivals that got slots first

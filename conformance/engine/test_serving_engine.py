@@ -247,7 +247,7 @@ def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> Non
 @pytest.mark.slow
 def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
     """A model as its own draft, with some of its drafts changed."""
-    made = on(blocks=(7, 7), slots=3, chunk=16, guesses=7)
+    made = on(blocks=(7, 7), slots=3, chunk=16, drafts=7)
     made.draft = draft_of(made.engine)
     drive(made, 100 if LONG else 8)
     assert TOTALS["drafted"] and TOTALS["drafts that failed"]
@@ -296,7 +296,7 @@ if __name__ == "__main__":
     steps, begin = int(sys.argv[1]), int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder, threadpool_limits(1, "blas"):
         read = open_checkpoint(write_hf(Path(folder), tiny(), dtype="f32"))
-        engine = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7), guesses=7))
+        engine = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7), drafts=7))
         draft = draft_of(engine) if "draft" in sys.argv else None
         while TOTALS["steps"] < steps:
             drive(Stepped(engine, draft=draft), 100, begin + TOTALS["machines"])

@@ -20,8 +20,8 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.places import DEMO
 from hybrid.engine.request import Options, Request
-from hybrid.engine.runner import GUESSED, Runner
-from hybrid.engine.speculation import LENT, MOST, DraftModel, Lookup, Replay, most_guesses
+from hybrid.engine.runner import DRAFTED, Runner
+from hybrid.engine.speculation import LENT, MOST, DraftModel, Lookup, Replay, most_drafts
 from hybrid.kernels.vulkan.kernel import kernels_digest
 
 CTX, TOKENS = 96, 24 if LONG else 16
@@ -179,7 +179,7 @@ def test_accepted_drafts_take_fewer_passes(model: hybrid.Model, plain: dict[str,
     known = {tuple(model.encode(PROMPT)): plain["greedy"]}
     assert run(model, Replay(known, 1.0)) == plain["greedy"]
     stats = model.stats
-    assert stats is not None and "tokens per pass" in stats.guessed and stats.guessed in stats.details()
+    assert stats is not None and "tokens per pass" in stats.speculation and stats.speculation in stats.details()
     whole = (TOKENS - 1) // 4  # passes of 3 drafts, of 4 tokens each after the first one; then 2 drafts and a token
     assert 1 + 4 * whole + 3 == TOKENS and (stats.drafted, stats.accepted) == (3 * whole + 2, 3 * whole + 2)
     assert stats.per_pass["submits"] == 1 and stats.per_pass["allocations"] == stats.per_pass["recordings"] == 0
@@ -232,7 +232,7 @@ def test_a_model_is_its_own_draft(backend: str) -> None:
                 assert run_as_it_is(model, options) == wanted
             stats = model.stats
             assert stats is not None and stats.accepted >= 0.8 * stats.drafted > 0
-            assert f"speculation (draft {DEMO} on " in stats.guessed
+            assert f"speculation (draft {DEMO} on " in stats.speculation
 
 
 @pytest.mark.slow
@@ -249,31 +249,31 @@ def test_a_draft_model_batches_several_sequences(backend: str) -> None:
         for one in (a, b, c):
             one.last = min(64, one.n_prompt + 20)
 
-        def guessed(of: dict[Request, int]) -> list[list[int]]:
+        def drafted(of: dict[Request, int]) -> list[list[int]]:
             """The draft tokens that the device words encode."""
             found = draft.propose(of)
             runner.device.wait()
-            slots = {r: GUESSED - words[0] for r, words in found.items()}
+            slots = {r: DRAFTED - words[0] for r, words in found.items()}
             history = runner.device.read("history").array
             return [history[slots[r], len(r.ids) : len(r.ids) + len(w)].tolist() for r, w in found.items()]
 
-        assert guessed({a: 4, b: 2}) == [wanted[0][:4], wanted[1][:2]]
+        assert drafted({a: 4, b: 2}) == [wanted[0][:4], wanted[1][:2]]
         before = submits.copy()
         for one, text, right in ((a, wanted[0], 2), (b, wanted[1], 1)):  # as if the third and the second had been wrong
             one.ids += text[:right]
             draft.verified(one, right - 1)
-        assert guessed({a: 3, b: 3}) == [wanted[0][2:5], wanted[1][1:4]]
+        assert drafted({a: 3, b: 3}) == [wanted[0][2:5], wanted[1][1:4]]
         assert submits.minus(before).submits == 3, "a pass for each draft token, of both"
         a.ids += wanted[0][2:6]  # all were accepted, and one more came
         draft.verified(a, 3)
         before = submits.copy()
-        assert guessed({a: 2}) == [wanted[0][6:8]]
+        assert drafted({a: 2}) == [wanted[0][6:8]]
         assert submits.minus(before).submits == 2, "the last draft token, the token after it, and one more"
         a.ids += [(wanted[0][6] + 1) % 200, *wanted[0][7:9]]  # tokens that came without drafts
-        assert len(guessed({a: 1})[0]) == 1
+        assert len(drafted({a: 1})[0]) == 1
         for one in (a, b):
             draft.end(one)
-        assert guessed({c: 3}) == [guessed({c: 1})[0]], "the context ends"
+        assert drafted({c: 3}) == [drafted({c: 1})[0]], "the context ends"
         draft.end(c)
         draft.close()
         assert not draft.scheduler.running and not draft.scheduler.waiting
@@ -398,15 +398,15 @@ def test_invalid_drafters_are_errors(tmp_path: Any) -> None:
     other = write_hf(tmp_path / "hf", tiny())
     for options, said in (
         ({"draft": other}, "it needs the model's tokenizer"),
-        ({"speculate": 17}, "speculate must be auto, or a number of tokens to guess, 0 to 16, not 17"),
+        ({"speculate": 17}, "speculate must be auto, or a number of draft tokens, 0 to 16, not 17"),
         ({"speculate": "often"}, "speculate must be auto"),
         ({"speculate": 2, "deterministic": True}, "deterministic on cpu runs one row a pass"),
         ({"draft": tmp_path / "nothing.gguf"}, "nothing.gguf"),
     ):
         with pytest.raises((ValueError, OSError), match=said):
             hybrid.load(DEMO, "cpu", ctx=CTX, **options)
-    assert most_guesses(None, None) == most_guesses("lookup", 0) == 0 and most_guesses("lookup", None) == MOST
-    assert most_guesses(None, "auto") == MOST and most_guesses(None, 5) == 5
+    assert most_drafts(None, None) == most_drafts("lookup", 0) == 0 and most_drafts("lookup", None) == MOST
+    assert most_drafts(None, "auto") == MOST and most_drafts(None, 5) == 5
 
 
 @pytest.mark.slow
@@ -427,7 +427,5 @@ def test_a_request_may_choose_auto_where_the_model_allows_it(tmp_path: Any) -> N
             for ask in ways:
                 with pytest.raises(ValueError, match=said) if said else nullcontext():
                     assert ask(speculate="auto") == wanted
-                with pytest.raises(
-                    ValueError, match="must be auto, or a number of tokens to guess, 0 to 16, not 'often'"
-                ):
+                with pytest.raises(ValueError, match="must be auto, or a number of draft tokens, 0 to 16, not 'often'"):
                     ask(speculate="often")

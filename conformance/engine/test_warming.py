@@ -94,11 +94,11 @@ def test_the_garbage_of_loading_is_collected_before_the_first_request(
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5, 8, 33])
-@pytest.mark.parametrize("guesses", [0, 2, 16])
-def test_every_pass_has_its_plan(slots: int, guesses: int) -> None:
+@pytest.mark.parametrize("drafts", [0, 2, 16])
+def test_every_pass_has_its_plan(slots: int, drafts: int) -> None:
     """For any number of rows of prompts, decoding sequences and their drafts in a pass."""
     for fixed in (None, max(8, slots)):
-        sizes = pass_sizes(tiny(), 96, slots, 64, fixed, guesses)
+        sizes = pass_sizes(tiny(), 96, slots, 64, fixed, drafts)
         made = set(warm_programs(sizes))
         for rows in range(1, sizes.rows[-1] + 1):
             for outs in range(rows + 1):
@@ -111,6 +111,6 @@ def needed(sizes: PassSizes, rows: int, outs: int, slots: int) -> set[tuple]:
     found, bucket = set[tuple](), bucket_of(rows, sizes.rows)
     if outs <= slots and (outs < rows or sizes.rows == sizes.outs):  # otherwise a decode pass runs them
         found.add(("prefill", bucket, bucket_of(outs, sizes.outs) if outs else 0, frozenset()))
-    if sizes.guesses and 1 < outs <= sizes.wanted:
+    if sizes.drafts and 1 < outs <= sizes.wanted:
         found.add(("prefill", bucket, bucket_of(outs, sizes.wants), VERIFY))
     return found

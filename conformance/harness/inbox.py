@@ -75,15 +75,15 @@ def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.nda
         "host_rows": (choice >= 0, choice >= 0),
         "going_on": (choice < 0, choice < 0),
         "ahead": (choice > 0, choice < 0),
-        "guessed": (choice < 0, choice < 2),
+        "drafted": (choice < 0, choice < 2),
         "following": (choice < 0, choice < 0),
     }.get(kind, (choice % 2 == 0, choice < 2))
     after = np.where(kind == "going_on", 0, after)
     where = np.where(fixed, places, next_position[slots] + after)
     tokens = (slots * 7919 + where * 31 + case.seed) % 262144
-    guessed = -2 - (slots * 13 + where * 5 + case.seed) % (b["S"] + 1)  # the last index is out of range
+    drafted = -2 - (slots * 13 + where * 5 + case.seed) % (b["S"] + 1)  # the last index is out of range
     followed = FOLLOWS - (slots * 13 + case.seed) % (b["S"] + 1)  # likewise; the same for all rows of a slot
-    tokens = np.where(host, tokens, {"guessed": guessed, "following": followed}.get(kind, np.array(-1)))
+    tokens = np.where(host, tokens, {"drafted": drafted, "following": followed}.get(kind, np.array(-1)))
     at = np.where(kind == "following", np.where(choice < 2, FOLLOWS, -1), -1 - after)
     found = np.stack([tokens, np.where(fixed, places, at), slots], axis=1)
     if kind == "outside":

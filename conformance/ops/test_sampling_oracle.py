@@ -166,7 +166,7 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     begun |= {
         "global_table": tables[0],
         "local_table": tables[1],
-        "guesses": np.arange(-3, 15, dtype=np.int32).reshape(3, 6),
+        "drafts": np.arange(-3, 15, dtype=np.int32).reshape(3, 6),
     }
     begun["known_until"] = np.array([3, 4, 1], np.int32)
     message = [7, 3, 2, 1, 0, 0, 0, 0, -1, -1, 0, 4, 2, 1, 9, -2, 2, 0, -1, 2, 5, 1, 2, 3, 8]
@@ -182,7 +182,7 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     assert begun["out_rows"].tolist() == [0, 2, 0] and begun["mask_rows"].tolist() == [-1, 5, 0]
     assert state["history"][1, 2] == 4 and np.argwhere(tables[1]).tolist() == [[2, 3]] and tables[1][2, 3] == 8
     assert begun["live"].tolist() == [3, 2, 7, 1, 9, 0, 0, 0]
-    guessed = [
+    drafted = [
         8,
         3,
         0,
@@ -201,7 +201,7 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
         3,
         2,
     ]  # slot 1's for position 4, slot 0's for 1 (none), unused
-    call("begin_pass", {"inbox": np.array(guessed, np.int32), **begun}, {"sets": 1}, {})
+    call("begin_pass", {"inbox": np.array(drafted, np.int32), **begun}, {"sets": 1}, {})
     assert begun["tokens"].tolist() == [7, 0, 0] and state["history"][0, 4] == 7
     follows, before = -(2**30), state["history"].copy()  # slot 0 continues at 6 with token 2, after slot 1's rows
     rows = [follows - 1, follows, 2, follows - 1, -1, 0, follows - 3, follows, 0]

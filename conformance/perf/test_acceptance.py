@@ -23,10 +23,10 @@ def played(agreed: list[bool], length: int) -> int:
     """Passes of a verification, token by token: tokens 0, 1, 2, ..; the draft proposes them where it agrees, else -1."""
     text, done, count = list(range(len(agreed))), 0, 0
     while done < len(text):
-        guesses = [t if agreed[t] else -1 for t in text[done : done + length]]
+        drafts = [t if agreed[t] else -1 for t in text[done : done + length]]
         count += 1
-        for guess in guesses:
-            if guess != text[done]:
+        for draft in drafts:
+            if draft != text[done]:
                 break
             done += 1
         done += 1  # the token after the last accepted draft

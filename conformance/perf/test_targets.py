@@ -139,7 +139,7 @@ def test_drafts_are_of_the_same_family_and_count_as_memory():
     assert beside == search.memory_of("gemma3-1b", "q4_0", 1, 256, APU)
     assert not list(search.drafted("gemma3n-e4b", 256, APU))
     with pytest.raises(ValueError, match="gemma3n-e4b has no draft"):
-        search.best_guesses("gemma3n-e4b", 0.8, 256, APU)
+        search.best_drafts("gemma3n-e4b", 0.8, 256, APU)
 
 
 def test_command_wants_both_numbers(capsys):

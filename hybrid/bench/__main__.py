@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hybrid.devices.energy import Meter
     from hybrid.engine.loop import Engine
 
-GUESSES = ("speculate", "draft", "draft_random", "draft_head")
+SPECULATION = ("speculate", "draft", "draft_random", "draft_head")
 SERVED = ("batch_size", "deterministic", "energy", "prompt_lengths", "output_lengths", "seed")
 USES = {
-    "acceptance": ("tokens", "batch_size", "ctx_depth", "repetitions", *GUESSES),
-    "requests": ("rate", "shared_prefix", "acceptance", *GUESSES, *SERVED),
+    "acceptance": ("tokens", "batch_size", "ctx_depth", "repetitions", *SPECULATION),
+    "requests": ("rate", "shared_prefix", "acceptance", *SPECULATION, *SERVED),
     "conversation": SERVED,
     "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "deterministic", "energy"),
 }
@@ -73,17 +73,17 @@ def rates(text: str) -> tuple[float, ...]:
     return found
 
 
-def guesses(text: str) -> tuple[int | None, ...]:
+def drafts(text: str) -> tuple[int | None, ...]:
     """Parse numbers of draft tokens such as auto,0,7; None: auto."""
-    from hybrid.engine.loading import MOST_GUESSES
+    from hybrid.engine.loading import MOST_DRAFTS
 
     try:
         found = tuple(None if part == "auto" else int(part) for part in text.split(","))
     except ValueError:
         found = (-1,)
-    if any(k is not None and not 0 <= k <= MOST_GUESSES for k in found):
+    if any(k is not None and not 0 <= k <= MOST_DRAFTS for k in found):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of auto and numbers from 0 to {MOST_GUESSES} such as auto,3,7"
+            f"{text!r} is no list of auto and numbers from 0 to {MOST_DRAFTS} such as auto,3,7"
         )
     return found
 
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("speculative decoding", about)
     g.add_argument("--acceptance", type=rates, metavar="P,..", help="acceptance rates of draft tokens to measure")
     g.add_argument(
-        "--speculate", type=guesses, metavar="K,..", help="draft tokens of a pass to measure: auto, or up to 16 (auto)"
+        "--speculate", type=drafts, metavar="K,..", help="draft tokens of a pass to measure: auto, or up to 16 (auto)"
     )
     g.add_argument("--draft", metavar="FILE", help="a draft model, or `lookup`; with --acceptance only its time counts")
     g.add_argument(
@@ -209,9 +209,9 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
 
         return online(args, command)
     if args.acceptance:
-        from hybrid.bench.guessing import guessing
+        from hybrid.bench.acceptance import acceptance
 
-        return guessing(args, command)
+        return acceptance(args, command)
     if not any((*args.prompt, *args.tokens)):
         raise UsageError("nothing to measure: give -p or -n a number that is not 0")
     with ExitStack() as held:

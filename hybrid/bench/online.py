@@ -13,9 +13,9 @@ from typing import Any
 import hybrid
 from hybrid.arguments import open_model
 from hybrid.bench import requests, talk
-from hybrid.bench.guessing import check_draft, draft_of
+from hybrid.bench.acceptance import check_draft, draft_of
 from hybrid.bench.report import SCHEMA, energy_dict, say
-from hybrid.bench.speculating import WARM, Guesses, Runs
+from hybrid.bench.speculating import WARM, Drafts, Runs
 from hybrid.cli import UsageError
 from hybrid.core import garbage
 from hybrid.devices.about import driver_of, kernels_of, provenance
@@ -45,7 +45,7 @@ def online(args: argparse.Namespace, command: str) -> int:
         progress=True,
         npu=args.npu,
         warm=True,
-        **_guesses(args),
+        **_drafts(args),
     ) as model:
         garbage.keep()
         device = model.engine.device
@@ -92,7 +92,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _guesses(args: argparse.Namespace) -> dict[str, Any]:
+def _drafts(args: argparse.Namespace) -> dict[str, Any]:
     """Speculation options of hybrid.load; empty without speculation."""
     if not (args.acceptance or args.speculate or args.draft or args.draft_random):
         return {}
@@ -101,7 +101,7 @@ def _guesses(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _numbers(args: argparse.Namespace) -> Sequence[int | None]:
-    """Draft tokens of a pass (`Guesses`) of each run."""
+    """Draft tokens of a pass (`Drafts`) of each run."""
     return args.speculate or (None,)
 
 
@@ -125,16 +125,16 @@ def _requests(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> dict
     wanted = requests.requests(args.requests, args.rate, *spans, vocab, args.shared_prefix, args.seed)
     runs = Runs(model, wanted, args.batch_size[0], meter, bool(args.acceptance))
 
-    def one(guesses: Guesses) -> dict[str, Any]:
-        found = runs.run(guesses)
-        say(["", *([guesses.title] if runs.name else []), *runs.text(found)], args.json)
+    def one(drafts: Drafts) -> dict[str, Any]:
+        found = runs.run(drafts)
+        say(["", *([drafts.title] if runs.name else []), *runs.text(found)], args.json)
         return found
 
-    plain = one(Guesses())
+    plain = one(Drafts())
     if runs.name is None:
         return {"requests": plain}
-    tests = [Guesses(k, None if k == 0 else rate) for rate, k in product(rates, _numbers(args))]
-    return {"draft": runs.name, "requests": plain, "guessed": [one(guesses) for guesses in tests]}
+    tests = [Drafts(k, None if k == 0 else rate) for rate, k in product(rates, _numbers(args))]
+    return {"draft": runs.name, "requests": plain, "speculation": [one(drafts) for drafts in tests]}
 
 
 def _conversation(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> dict[str, Any]:

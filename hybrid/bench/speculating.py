@@ -13,7 +13,7 @@ from typing import Any
 
 import hybrid
 from hybrid.bench import requests
-from hybrid.bench.guessing import NOISE
+from hybrid.bench.acceptance import NOISE
 from hybrid.bench.report import energy_dict
 from hybrid.bench.requests import Request, Served, Submit
 from hybrid.devices.energy import Meter
@@ -24,7 +24,7 @@ WARM = 4  # tokens of each warm-up request
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class Drafts:
     """Speculation of a run: `k` draft tokens of a pass (None: by the controller; 0: none), with acceptance `rate`
     (None: the drafter's own)."""
 
@@ -65,10 +65,10 @@ class Runs:
             return None
         return "known texts" if self.known and self._draft is None else self.model.speculator.name
 
-    def run(self, guesses: Guesses) -> dict[str, Any]:
+    def run(self, drafts: Drafts) -> dict[str, Any]:
         """Run the requests; returns `requests.summary` and, after a run without drafts, the speculation statistics and
         the comparison. RuntimeError for an invalid measurement."""
-        submit = self._begin(guesses)
+        submit = self._begin(drafts)
         requests.serve(submit, [replace(r, at=0.0, n=min(r.n, WARM)) for r in self.wanted[: self.slots]])
         self._forget()
         before = self.model.metrics()
@@ -78,37 +78,37 @@ class Runs:
         found = requests.summary(served, before, after)
         if self.meter is not None:
             found["energy"] = energy_dict(self.meter.take(), found["generated_tokens"])
-        return self._compared(guesses, served, found, before, after)
+        return self._compared(drafts, served, found, before, after)
 
     def text(self, found: Mapping[str, Any]) -> list[str]:
         """Report lines."""
         lines = requests.text(found) + ([found["energy"]["line"]] if "energy" in found else [])
-        if "guesses" not in found:
+        if "drafts" not in found:
             return lines
         together = found["times_while_all_run"]
         inside = "" if together is None else f" ({together:.3f} while all run)"
         compared = f"{found['times']:.3f} times the tok/s of the last run without drafts{inside}"
         return [
             *lines,
-            found["guesses"],
+            found["drafts"],
             f"{'compared':22}{compared}; {found['same_texts']} of {found['requests']} texts the same",
         ]
 
-    def _begin(self, guesses: Guesses) -> Submit:
+    def _begin(self, drafts: Drafts) -> Submit:
         """Configure the model's speculation; returns the submit function."""
         speculator, known, seeds = self.model.speculator, self.known, self._seeds
         if speculator is not None:
             with self.model.engine.lock:
-                speculator.k = guesses.k
-                if guesses.rate is not None:
-                    speculator.drafter = self._replayed(guesses.rate)
-        elif guesses.k != 0:
+                speculator.k = drafts.k
+                if drafts.rate is not None:
+                    speculator.drafter = self._replayed(drafts.rate)
+        elif drafts.k != 0:
             raise ValueError("the model was loaded without speculation: load it with draft= or speculate=")
         self._forget()
 
         def submit(ids: tuple[int, ...], **options: Any) -> hybrid.Handle:
             drawn: dict[str, Any] = {"temperature": NOISE, "seed": seeds[ids]} if known else {}
-            return self.model.submit(ids, **options, **drawn, speculate=0 if guesses.k == 0 else None)
+            return self.model.submit(ids, **options, **drawn, speculate=0 if drafts.k == 0 else None)
 
         return submit
 
@@ -133,10 +133,10 @@ class Runs:
         return [*self.model.engine.faults, *(self._draft.runner.faults if self._draft is not None else ())]
 
     def _compared(
-        self, guesses: Guesses, served: Sequence[Served], found: dict[str, Any], before: Metrics, after: Metrics
+        self, drafts: Drafts, served: Sequence[Served], found: dict[str, Any], before: Metrics, after: Metrics
     ) -> dict[str, Any]:
         texts, plain = [s.completion.ids for s in served], self._plain
-        if guesses.k == 0:
+        if drafts.k == 0:
             self._plain = found, texts
         if self.model.speculator is None or plain is None:
             return found
@@ -153,13 +153,13 @@ class Runs:
         share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
         together = found["tokens_per_second_while_all_run"], plain[0]["tokens_per_second_while_all_run"]
         return {
-            "k": guesses.k,
-            "rate": guesses.rate,
+            "k": drafts.k,
+            "rate": drafts.rate,
             **found,
             "drafted": drafted,
             "accepted": accepted,
             "verified": verified,
-            "guesses": f"speculation ({self.name}): drafted {drafted}, accepted {accepted}{share}",
+            "drafts": f"speculation ({self.name}): drafted {drafted}, accepted {accepted}{share}",
             "times": found["tokens_per_second"] / plain[0]["tokens_per_second"],
             "times_while_all_run": together[0] / together[1] if all(together) else None,
             "same_texts": same,

@@ -35,7 +35,7 @@ FEW_ROWS = 4
 """Default of Device.few_rows: up to this many rows a pass is bound by reading the weights."""
 
 INBOX_TENSOR = "inbox"
-GUESSES_TENSOR = "guesses"
+DRAFTS_TENSOR = "drafts"
 """Draft tokens: the `history` of the draft engine on the same queue."""
 UNTIL_TENSOR = "known_until"
 """By slot: the position up to which draft tokens exist (the draft engine's `next_position`)."""

@@ -47,18 +47,16 @@ from hybrid.quant.native import NATIVE, computed, native
 from hybrid.quant.reencode import Reencoded, reencode, summary
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 
-MOST_GUESSES = 16
+MOST_DRAFTS = 16
 SHARING = 4
 
 
-def check_guesses(speculate: object) -> int:
+def check_drafts(speculate: object) -> int:
     """A checked limit of drafts per pass. ValueError."""
     if speculate == "auto":
-        return MOST_GUESSES
-    if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_GUESSES:
-        raise ValueError(
-            f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}"
-        )
+        return MOST_DRAFTS
+    if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_DRAFTS:
+        raise ValueError(f"speculate must be auto, or a number of draft tokens, 0 to {MOST_DRAFTS}, not {speculate!r}")
     return int(speculate)
 
 
@@ -90,7 +88,7 @@ class EngineConfig:
     deterministic: bool = False
     """One bucket for all passes, so that a row's bits depend neither on prompt chunks nor on batch neighbours. Slower:
     prompts run a few rows at a time; on cpu one row and one sequence."""
-    guesses: int = 0
+    drafts: int = 0
     """Most drafts of a pass (hybrid/engine/speculation.py)."""
     profile: bool = False
     """Time every step (Runner.trace); waits after each pass."""
@@ -103,8 +101,8 @@ class EngineConfig:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:
             raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots!r}")
-        if not isinstance(self.guesses, Integral) or not 0 <= self.guesses <= MOST_GUESSES:
-            raise ValueError(f"guesses must be 0..{MOST_GUESSES}, not {self.guesses!r}")
+        if not isinstance(self.drafts, Integral) or not 0 <= self.drafts <= MOST_DRAFTS:
+            raise ValueError(f"drafts must be 0..{MOST_DRAFTS}, not {self.drafts!r}")
         for name in ("ctx", "chunk", "n_tokens", "memory"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or (value < 1 and name != "ctx")):
@@ -126,7 +124,7 @@ def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSiz
     chunk = chunk_of(can) if config.chunk is None else config.chunk
     fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
     return pass_sizes(
-        hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses, decode_buckets_of(can)
+        hparams, config.context(hparams), config.slots, chunk, fixed, config.drafts, decode_buckets_of(can)
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from hybrid.core.errors import ContextExceeded, nearest
 from hybrid.engine.blocks import Held
-from hybrid.engine.loading import check_guesses
+from hybrid.engine.loading import check_drafts
 from hybrid.engine.sampling import Constraint, Sampling
 from hybrid.engine.stats import EngineReport, Finish, Stats, TokenLogprob
 from hybrid.text.stops import StopFilter
@@ -55,7 +55,7 @@ class Options(Sampling):
         if self.deadline is not None and not (isinstance(self.deadline, Real) and 0 < self.deadline < math.inf):
             raise ValueError(f"deadline must be seconds from now, above 0, or None, not {self.deadline!r}")
         if self.speculate is not None:
-            check_guesses(self.speculate)
+            check_drafts(self.speculate)
         verbs = (getattr(self.constraint, name, None) for name in ("mask", "accept", "copy"))
         if self.constraint is not None and not all(map(callable, verbs)):
             raise ValueError(

@@ -62,10 +62,10 @@ MIXED_ROWS = 512
 """Most rows of a pass in which a sequence decodes; bounds the time between its tokens."""
 CONTINUES = -1
 """Token word: the slot's last sampled token. Position word: that token's position; -1 - n: n positions later."""
-GUESSED = -2
-"""Token word: the draft model's token (`guesses`) for the row's position; GUESSED - n: of its slot n."""
+DRAFTED = -2
+"""Token word: the draft model's token (`drafts`) for the row's position; DRAFTED - n: of its slot n."""
 FOLLOWS = -(1 << 30)
-"""Token word: as GUESSED up to the last accepted position (`known_until`), else the slot's last sampled token; FOLLOWS - n:
+"""Token word: as DRAFTED up to the last accepted position (`known_until`), else the slot's last sampled token; FOLLOWS - n:
 of its slot n. Position word of such a row: min(next position, last verified position)."""
 _SKIPPED = 1000  # the pass counter jumps by this where the number of started passes is unknown
 PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
@@ -195,7 +195,7 @@ def warm_programs(sizes: PassSizes, draft: bool = False) -> list[tuple[Phase, in
     verifies nothing."""
     found: list[tuple[Phase, int, int, frozenset[Option]]] = [("decode", n, n, PLAIN) for n in sizes.decode]
     found += [("prefill", rows, outs, PLAIN) for rows in sizes.rows for outs in (0, *_outs(sizes.outs, rows))]
-    if sizes.guesses and not draft:
+    if sizes.drafts and not draft:
         mixed = bucket_of(most_mixed(sizes), sizes.rows)  # a pass with drafts is a mixed one
         wants = [(rows, outs) for rows in sizes.rows for outs in _outs(sizes.wants, rows) if rows <= mixed and outs > 1]
         found += [("prefill", rows, outs, VERIFY) for rows, outs in wants]
@@ -332,7 +332,7 @@ class Runner:
         self.program("prefill", bucket_of(rows % largest or largest, sizes.rows), sizes.outs[0], options=options)
         for outs in sizes.decode[:1] if options else sizes.decode:
             self.program("decode", outs, outs, options=options)
-        for n in range(2, min(sizes.guesses + 1, sizes.wanted) + 1 if sizes.guesses else 0):
+        for n in range(2, min(sizes.drafts + 1, sizes.wanted) + 1 if sizes.drafts else 0):
             rows, outs = bucket_of(n, sizes.rows), bucket_of(n, sizes.wants)
             self.program("prefill", rows, outs, options={*options, "verify"})
 

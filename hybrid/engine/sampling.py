@@ -324,17 +324,17 @@ class SamplingState:
         mask, t = constraint.mask(), self.target
         return None if mask is None else checked_mask(mask, t.hparams.vocab, t.n_tokens)
 
-    def allowed(self, slot: int, guesses: Sequence[int]) -> tuple[int, ...]:
+    def allowed(self, slot: int, drafts: Sequence[int]) -> tuple[int, ...]:
         """The leading drafts that the slot's constraint allows. Raises as `prepare`."""
         if slot not in self._constraints:
-            return tuple(guesses)
+            return tuple(drafts)
         self._forget(slot)
         if not self.ready(self._constraints[slot]):
             return ()
         self.prepare(slot)
         masks, rows = self._masks[slot], self._rows.setdefault(slot, [])
         ahead = self._constraints[slot].copy()
-        for token in guesses:
+        for token in drafts:
             mask = masks[-1]
             if not self._free or (mask is not None and not allows(mask, token)):
                 break
@@ -346,7 +346,7 @@ class SamplingState:
             except Exception:  # raised again if the token is really sampled
                 break
             rows.append(self._free.pop())
-        return tuple(guesses[: len(masks) - 1])
+        return tuple(drafts[: len(masks) - 1])
 
     def mask_rows(self, slots: Sequence[int]) -> np.ndarray:
         """int32 [slots]: rows of `masks` for output rows of these slots, written here; -1: none. Repeated slots are runs of

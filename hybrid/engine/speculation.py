@@ -6,7 +6,7 @@ the model samples, so the text is the same with and without drafts.
     Replay       known texts with a set acceptance rate, for benchmarks
     Speculator   chooses the number of drafts per sequence from measured acceptance and measured cost
 
-The host never reads a draft model's tokens. Its passes leave them in device memory for the verifying pass (GUESSED). The
+The host never reads a draft model's tokens. Its passes leave them in device memory for the verifying pass (DRAFTED). The
 passes of its next drafts are queued after that verification; the device tells them where the sequence continues (FOLLOWS).
 """
 
@@ -20,20 +20,20 @@ from typing import Protocol
 
 import numpy as np
 
-from hybrid.core.plan import FAULTED, GUESSES_TENSOR, UNTIL_TENSOR
-from hybrid.engine.loading import check_guesses
+from hybrid.core.plan import DRAFTS_TENSOR, FAULTED, UNTIL_TENSOR
+from hybrid.engine.loading import check_drafts
 from hybrid.engine.request import Request
-from hybrid.engine.runner import CONTINUES, FOLLOWS, GUESSED, Flight, Runner, Stack
+from hybrid.engine.runner import CONTINUES, DRAFTED, FOLLOWS, Flight, Runner, Stack
 from hybrid.engine.sampling import SamplingState
 from hybrid.engine.scheduler import Pass, Scheduler
-from hybrid.planning.passes import GUESSED_ROWS
+from hybrid.planning.passes import DRAFT_ROWS
 
 MOST = 7
 """Default limit of drafts per sequence and pass: with the last token they fill the smallest batch bucket."""
 PROBES = (8, 128)  # tokens between two probes while drafts do not pay; doubled after each probe
 PROBE, TRIES = 2, 2  # drafts of a probe; sequences that probe in one pass
 NGRAMS = (4, 2)  # lengths of n-grams, longest first
-LENT = {"history": GUESSES_TENSOR, GUESSES_TENSOR: "history", UNTIL_TENSOR: "next_position"}
+LENT = {"history": DRAFTS_TENSOR, DRAFTS_TENSOR: "history", UNTIL_TENSOR: "next_position"}
 """Tensors of a draft model -> tensors of the target model that it uses in their place (Device.sibling)."""
 _DECAY, _DECAY_OF_ALL = 0.9, 0.98  # per verification: of one sequence, of all
 _PRIOR = 8.0  # weight, in drafts, of the shared acceptance rate in that of one sequence
@@ -109,13 +109,13 @@ class Replay:
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be a probability, 0 to 1, not {rate!r}")
         self.draft = draft
-        self._guesses: dict[tuple[int, ...], list[int]] = {}
+        self._drafts: dict[tuple[int, ...], list[int]] = {}
         for number, (prompt, text) in enumerate(texts.items()):
             drawn = (
                 np.random.Generator(np.random.Philox(key=[number, len(prompt) + at])).random()
                 for at in range(len(text))
             )
-            self._guesses[prompt] = [token if x < rate else token ^ 1 for token, x in zip(text, drawn, strict=True)]
+            self._drafts[prompt] = [token if x < rate else token ^ 1 for token, x in zip(text, drawn, strict=True)]
         self._of: dict[Request, list[int]] = {}
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
@@ -125,7 +125,7 @@ class Replay:
         found = {}
         for request, most in wanted.items():
             if request not in self._of:
-                self._of[request] = self._guesses.get(tuple(request.prompt), [])
+                self._of[request] = self._drafts.get(tuple(request.prompt), [])
             at = len(request.ids) - request.n_prompt
             found[request] = self._of[request][at : at + most]
         return found
@@ -181,7 +181,7 @@ class DraftModel(Stack):
         self._proposed: Flight | None = None  # the last one of the drafts that are verified now
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """Token words by which a verifying pass finds the drafts (GUESSED). Appends the new tokens of each sequence, then
+        """Token words by which a verifying pass finds the drafts (DRAFTED). Appends the new tokens of each sequence, then
         continues from its own tokens, all sequences in the same passes. Does not wait."""
         self.scheduler.forget_tokens()
         ctx = self.runner.cache.ctx
@@ -204,7 +204,7 @@ class DraftModel(Stack):
             copy.known, copy.drafts = len(request.ids), count
             copy.valid = min(own.position, copy.known) if own.slot is not None else 0
             if count and own.slot is not None:
-                found[request] = [GUESSED - own.slot] * count
+                found[request] = [DRAFTED - own.slot] * count
             own.last = 0  # paused until the next proposal
         self._proposed = self._flight
         return found
@@ -297,11 +297,11 @@ class DraftModel(Stack):
 # --- how many --------------------------------------------------------------------------------------------------------
 
 
-def most_guesses(draft: object, speculate: object) -> int:
+def most_drafts(draft: object, speculate: object) -> int:
     """The limit of drafts per pass for the options of hybrid.load; 0: no speculation. ValueError."""
     if speculate is None:
         speculate = 0 if draft is None else "auto"
-    return MOST if speculate == "auto" else check_guesses(speculate)
+    return MOST if speculate == "auto" else check_drafts(speculate)
 
 
 class Acceptance:
@@ -358,7 +358,7 @@ class SpecState:
 class Costs:
     """Measured seconds of a pass by its rows (none of prompts) and of drafting by the most drafts of one sequence: the
     mean of the last readings without the slowest. Other sizes are interpolated. Beyond the largest measured size a pass
-    is assumed to cost the same, so that it is tried once; from GUESSED_ROWS on, its cost grows with the rows."""
+    is assumed to cost the same, so that it is tried once; from DRAFT_ROWS on, its cost grows with the rows."""
 
     _read: dict[tuple[str, int], deque[float]] = field(default_factory=dict)
 
@@ -396,7 +396,7 @@ class CostTable:
             self.plain = self._pass(rows)
 
     def _pass(self, rows: int) -> float:
-        return _between(self.passes, rows) * max(1.0, rows / max(GUESSED_ROWS, *self.passes))
+        return _between(self.passes, rows) * max(1.0, rows / max(DRAFT_ROWS, *self.passes))
 
     def of(self, rows: int, drafts: int) -> float:
         """Seconds of drafting and verifying; 0 where `plain` is not known."""
@@ -589,7 +589,7 @@ class Speculator:
         shares = share([(f.rate, f.most, f.fixed) for f in due], self.max_rows, costs)
         behind = self._queued_after == scheduler.number and model is not None
         quiet = not any(shares)  # a probe then costs a pass of its own
-        tries = TRIES if rows < GUESSED_ROWS and not (quiet and self._rest > 0) else 0
+        tries = TRIES if rows < DRAFT_ROWS and not (quiet and self._rest > 0) else 0
         for f, k in zip(due, shares, strict=True):
             if not costs.plain and not f.fixed:  # the cost of a plain pass must be known first
                 f.asked = 0

@@ -51,7 +51,7 @@ class EngineReport:
     reencoded: tuple[str, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     threads: str = ""
-    guessed: str = ""
+    speculation: str = ""
     drafted: int = 0
     accepted: int = 0
 
@@ -94,7 +94,7 @@ class Stats:
     """Bytes on the device by purpose; `left_in_files` (cpu): weights that are read again at every use."""
     threads: str = ""
     """Threads of host matrix products."""
-    guessed: str = ""
+    speculation: str = ""
     """Speculation: drafts, accepted drafts, tokens per pass."""
     drafted: int = 0
     accepted: int = 0
@@ -156,8 +156,8 @@ class Stats:
         ]
         if self.load is not None:
             lines.append(self.load.line())
-        if self.guessed:
-            lines.append(self.guessed)
+        if self.speculation:
+            lines.append(self.speculation)
         if self.threads:
             lines.append(f"threads: {self.threads}")
         if self.carried:

@@ -9,15 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import (
-    add_engine,
-    add_ray,
-    add_sampling,
-    check_guesses,
-    engine_options,
-    replicas,
-    sampling_options,
-)
+from hybrid.arguments import add_engine, add_ray, add_sampling, check_drafts, engine_options, replicas, sampling_options
 from hybrid.cli import Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
 
@@ -104,7 +96,7 @@ def _main(args: argparse.Namespace) -> int:
         path = DEMO
     with usage():  # before the model is loaded
         Sampling(**sampling_options(args))
-        check_guesses(args)
+        check_drafts(args)
         StopFilter(args.stop)
     if args.logprobs and not args.json and args.output is None:
         raise UsageError("--logprobs are printed with --json, or written with --batch FILE --output FILE")
@@ -160,7 +152,7 @@ def _batch(args: argparse.Namespace) -> Any:
 def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.many import run_batch
 
-    guesses = model.speculator.name if args.stats and model.speculator is not None else ""
+    drafts = model.speculator.name if args.stats and model.speculator is not None else ""
     return run_batch(
         model,
         lambda text: _encoded(model, text, args),
@@ -168,7 +160,7 @@ def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
         _options(args),
         output=args.output,
         as_json=args.json,
-        guesses=guesses,
+        drafts=drafts,
     )
 
 
@@ -177,10 +169,10 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
         from hybrid.generate import scale
     except ImportError as error:
         raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[ray]") from None
-    from hybrid.engine.speculation import most_guesses
+    from hybrid.engine.speculation import most_drafts
     from hybrid.generate.many import write_all
 
-    guesses = (args.draft or "lookup") if args.stats and most_guesses(args.draft, args.speculate) else ""
+    drafts = (args.draft or "lookup") if args.stats and most_drafts(args.draft, args.speculate) else ""
     load = {"path": str(path.resolve()), **loading}
     prompts = scale.Prompts(args.chat, args.system, args.parse_special)
     with scale.engines(load, devices, args.ray_address) as pool:
@@ -188,7 +180,7 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
         def results(rest: Any, first: int) -> Any:
             return pool.results(rest, first, _options(args), prompts)
 
-        return write_all(results, asked, ", ".join(devices), output=args.output, as_json=args.json, guesses=guesses)
+        return write_all(results, asked, ", ".join(devices), output=args.output, as_json=args.json, drafts=drafts)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

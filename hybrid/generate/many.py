@@ -114,9 +114,9 @@ def run_batch(
     *,
     output: Path | None,
     as_json: bool,
-    guesses: str = "",
+    drafts: str = "",
 ) -> int:
-    """Generate for all prompts and print or write the results, then totals on standard error. guesses: the drafter's
+    """Generate for all prompts and print or write the results, then totals on standard error. drafts: the drafter's
     name, for a line on speculation. Returns the exit code: 1 if a prompt failed."""
 
     def results(rest: Sequence[Asked], first: int) -> Iterator[dict[str, Any]]:
@@ -128,7 +128,7 @@ def run_batch(
         for index, (a, one) in enumerate(zip(rest, done, strict=True), first):
             yield result(index, a, one)
 
-    return write_all(results, asked, model.device, output=output, as_json=as_json, guesses=guesses)
+    return write_all(results, asked, model.device, output=output, as_json=as_json, drafts=drafts)
 
 
 def write_all(
@@ -138,7 +138,7 @@ def write_all(
     *,
     output: Path | None,
     as_json: bool,
-    guesses: str = "",
+    drafts: str = "",
 ) -> int:
     """Print or write, in order, the results of prompts without one. results(prompts, index of the first) generates
     them."""
@@ -166,10 +166,10 @@ def write_all(
         if output is not None:
             target.close()
         print(totals.line(device), file=sys.stderr)
-        if guesses:
+        if drafts:
             share = f" ({100 * totals.accepted / totals.drafted:.0f} %)" if totals.drafted else ""
             print(
-                f"speculation ({guesses}): drafted {totals.drafted}, accepted {totals.accepted}{share}", file=sys.stderr
+                f"speculation ({drafts}): drafted {totals.drafted}, accepted {totals.accepted}{share}", file=sys.stderr
             )
     return 1 if totals.errors else 0
 

@@ -9,9 +9,9 @@ from hybrid.core.hparams import HParams
 from hybrid.spec.schedule import CAPABILITIES
 
 ROW_BUCKETS = (1, 8, 32, 128, 512)
-GUESSED_ROWS = 32
+DRAFT_ROWS = 32
 """Most rows of a pass in which several sequences have draft tokens."""
-GUESSED_BUCKETS = (
+DRAFT_BUCKETS = (
     1,
     2,
     4,
@@ -80,21 +80,21 @@ class PassSizes:
     decode: tuple[int, ...]
     logits: int
     hidden: int
-    guesses: int = 0
+    drafts: int = 0
     """Most draft tokens of a sequence in a pass."""
 
     @property
     def wanted(self) -> int:
         """Most output rows of a prefill pass: one for each sequence, and drafts of one or several sequences."""
         slots = self.outs[-1]
-        return min(max(slots + self.guesses, min(GUESSED_ROWS, slots * (1 + self.guesses))), self.rows[-1])
+        return min(max(slots + self.drafts, min(DRAFT_ROWS, slots * (1 + self.drafts))), self.rows[-1])
 
     @property
     def wants(self) -> tuple[int, ...]:
         """Buckets of output rows: numbers of sequences and, with drafts, the verify buckets."""
         few = (
-            tuple(n for n in GUESSED_BUCKETS if n < self.wanted)
-            if self.guesses and len(self.outs) < len(self.rows)
+            tuple(n for n in DRAFT_BUCKETS if n < self.wanted)
+            if self.drafts and len(self.outs) < len(self.rows)
             else ()
         )
         return tuple(sorted({*self.outs, *few, self.wanted}))
@@ -106,17 +106,17 @@ def pass_sizes(
     slots: int,
     chunk: int,
     fixed: int | None = None,
-    guesses: int = 0,
+    drafts: int = 0,
     decode: Sequence[int] = ROW_BUCKETS,
 ) -> PassSizes:
     """Row buckets for `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows. fixed: the rows
-    of every pass instead. guesses: most draft tokens of a sequence in a pass. decode: buckets of decode passes."""
-    most = fixed or max(min(chunk, ctx * slots), slots + guesses, min(GUESSED_ROWS, slots * (1 + guesses)))
-    few = GUESSED_BUCKETS if guesses else ROW_BUCKETS
+    of every pass instead. drafts: most draft tokens of a sequence in a pass. decode: buckets of decode passes."""
+    most = fixed or max(min(chunk, ctx * slots), slots + drafts, min(DRAFT_ROWS, slots * (1 + drafts)))
+    few = DRAFT_BUCKETS if drafts else ROW_BUCKETS
     rows, outs, alone = ((most,),) * 3 if fixed else (buckets(most, few), buckets(slots), buckets(slots, decode))
     logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))
     hidden = _within(rows, HIDDEN_BYTES // (4 * hp.n_streams * hp.hidden * (hp.n_layers + 1)))
-    return PassSizes(rows, outs, alone, logits, hidden, guesses)
+    return PassSizes(rows, outs, alone, logits, hidden, drafts)
 
 
 def fixed_rows(backend: str, slots: int) -> int:

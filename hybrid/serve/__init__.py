@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_engine, add_random, add_ray, check_guesses, engine_options, open_model, replicas
+from hybrid.arguments import add_engine, add_random, add_ray, check_drafts, engine_options, open_model, replicas
 from hybrid.cli import Parser, UsageError, amount, positive, run, size, usage
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import Settings, loopback_names
@@ -109,7 +109,7 @@ def _main(args: argparse.Namespace) -> int:
     open_model(args).close()  # report usage errors and unreadable files before binding the port
 
     with usage():
-        check_guesses(args)
+        check_drafts(args)
     options = {**engine_options(args), "slots": args.slots, "queue": args.queue}
     devices = replicas(args)
     if devices:

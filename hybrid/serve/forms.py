@@ -101,16 +101,16 @@ def usage(done: Sequence[Completion | None], prompts: Sequence[int]) -> dict[str
     ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
-    guesses = {}
+    drafts = {}
     if drafted := sum(u.drafted_tokens for u in ended):
         accepted = sum(u.accepted_tokens for u in ended)
-        guesses = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(ended[i].cached_tokens for i in prompts), "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **guesses},
+        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **drafts},
     }
 
 

@@ -69,7 +69,7 @@ EDGE_VALUES: dict[str, str] = {
     "ahead": "draft tokens at positions after the next one",
     "last_set": "the message in the inbox's last set",
     "outside": "slots, table indices and tables out of range: their writes are dropped",
-    "guessed": "every token is a draft token, of any slot",
+    "drafted": "every token is a draft token, of any slot",
     "following": "every row at or after the end of the draft model's tokens",
     "no_rows": "a message with table entries only",
     "top_p_border": "top-p, with logits within a thousandth of the threshold",

@@ -15,7 +15,7 @@ def begin_pass(
     inbox: np.ndarray,
     next_token: np.ndarray,
     next_position: np.ndarray,
-    guesses: np.ndarray,
+    drafts: np.ndarray,
     known_until: np.ndarray,
     turn: np.ndarray,
     live: np.ndarray,
@@ -64,10 +64,10 @@ def begin_pass(
     onward = np.where(position <= FOLLOWS, behind, next_position[known] - 1 - position)
     at = np.where(position >= 0, position, np.where(there, onward, 0))
     slots[:rows], positions[:rows] = slot, at
-    guessed = theirs & (at < guesses.shape[1])
-    guess = np.maximum(guesses[np.where(guessed, other, 0), np.where(guessed, at, 0)], 0)
-    guess = np.where(follows & (at > until), -1, np.where(guessed, guess, 0))
-    token = np.where(token < -1, guess, token)
+    drafted = theirs & (at < drafts.shape[1])
+    draft = np.maximum(drafts[np.where(drafted, other, 0), np.where(drafted, at, 0)], 0)
+    draft = np.where(follows & (at > until), -1, np.where(drafted, draft, 0))
+    token = np.where(token < -1, draft, token)
     tokens[:rows] = np.where(token >= 0, token, np.where(there, next_token[known], 0))
     noted = (token >= 0) & there & (at < history.shape[1])
     history[slot[noted], at[noted]] = token[noted]

@@ -24,7 +24,7 @@ from hybrid.kernels.vulkan.transfer import Transfer
 # Huge as f32 and bf16, NaN as f16: an out-of-bounds read shows in the result too.
 GUARD_BYTE = 0x7F
 # io tensors that only the host reads: cached host memory, written by kernels.
-HOST_READ = ("history", "guesses", "accepted")
+HOST_READ = ("history", "drafts", "accepted")
 
 
 class Storage(ABC):

@@ -55,11 +55,11 @@ def measure(
             list(ids), max_tokens=tokens, ignore_eos=True, temperature=sampling.temperature, seed=sampling.seed
         )
         said = list(handle.result(3600).ids)
-        texts.append([g == s for g, s in zip(_guesses(draft, ids, said, sampling), said, strict=True)])
+        texts.append([g == s for g, s in zip(_drafts(draft, ids, said, sampling), said, strict=True)])
     return summed(texts)
 
 
-def _guesses(draft: Loaded, ids: Sequence[int], said: Sequence[int], sampling: Sampling) -> Iterator[int]:
+def _drafts(draft: Loaded, ids: Sequence[int], said: Sequence[int], sampling: Sampling) -> Iterator[int]:
     """The draft's sample at each position of a text, given the text before it."""
     rows = draft.logits([*ids, *said])[len(ids) - 1 : -1, : draft.engine.target.n_tokens]
     for i, row in enumerate(rows):
@@ -68,9 +68,9 @@ def _guesses(draft: Loaded, ids: Sequence[int], said: Sequence[int], sampling: S
 
 def table(found: Measured, model: str, draft: str) -> str:
     lines = [
-        f"{draft} for {model}: {100 * found.agreed:.1f} % of {found.choices} choices guessed",
+        f"{draft} for {model}: {100 * found.agreed:.1f} % of {found.choices} choices predicted",
         "",
-        f"{'guesses':>8} {'tokens per pass':>16} {'if independent':>15}",
+        f"{'drafts':>8} {'tokens per pass':>16} {'if independent':>15}",
     ]
     for k, tokens in zip(LENGTHS, found.tokens, strict=True):
         a = found.agreed

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         help="auto, exact or fast (auto)",
     )
     p.add_argument(
-        "--draft", metavar="NAME", help="also with this draft model, one sequence; lookup: guesses from the text itself"
+        "--draft", metavar="NAME", help="also with this draft model, one sequence; lookup: drafts from the text itself"
     )
     p.add_argument(
         "--draft-device", metavar="SHEET", help="that the draft runs on, sharing the memory (the model's own device)"

@@ -3,7 +3,7 @@ of not reading the rest.
 
 A row of up is needed where some token of a pass has a gate above its threshold, a column of down where some token's
 activation is not zero as it is stored. A pass reads the union of what its tokens need. Two kinds of tokens are looked
-at: of texts that have nothing to do with one another (a batch), and consecutive ones of a text (guesses that are
+at: of texts that have nothing to do with one another (a batch), and consecutive ones of a text (drafts that are
 verified).
 """
 

@@ -33,7 +33,7 @@ from hybrid.perf.targets.search import (
     TYPES,
     Config,
     Speed,
-    best_guesses,
+    best_drafts,
     drafted,
     longest_prompt,
     memory_of,
@@ -249,7 +249,7 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
 
 def _means(t: Target, sheet: DeviceSheet) -> Answer:
     if t.means in ("draft", "lookup"):
-        return _guessing(t, sheet)
+        return _speculation(t, sheet)
     config = Config(t.model, "q4_0", 1, t.context)
     work = model_of(config.model, config.dtype, sheet).decode(1, t.context)
     before = estimate(work, sheet, "ceiling").tokens_per_second
@@ -274,7 +274,7 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
     return Answer("by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s")
 
 
-def _guessing(t: Target, sheet: DeviceSheet) -> Answer:
+def _speculation(t: Target, sheet: DeviceSheet) -> Answer:
     """One sequence as expected, plain and with the best draft length for each acceptance rate."""
     on = find_sheet(t.on) if t.on else None
     if on is not None and (sheet.device.shares is None or on.device.shares != sheet.device.shares):
@@ -282,7 +282,7 @@ def _guessing(t: Target, sheet: DeviceSheet) -> Answer:
     before = speed(Config(t.model, "q4_0", 1, t.context), sheet).expected
     lookup, pair = t.means == "lookup", pairs()[0]
     given = ACCEPTANCES if lookup else (*ACCEPTANCES, pair.agreed)
-    found = {a: best_guesses(t.model, a, t.context, sheet, lookup, on) for a in given}
+    found = {a: best_drafts(t.model, a, t.context, sheet, lookup, on) for a in given}
     shown = [f"{tokens:.3g} with k={k} at a={a:.2g}" for a, (k, tokens) in sorted(found.items())]
     how = f"tok/s of one sequence (context {t.context}): {', '.join(shown)}"
     how += "" if lookup else f"; a={pair.agreed:.2g}: {pair.source}"

@@ -127,7 +127,7 @@ def drafted(name: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
         yield speed(Config(name, "q4_0", 1, context, draft), sheet)
 
 
-def best_guesses(
+def best_drafts(
     name: str, acceptance: float, context: int, sheet: DeviceSheet, lookup: bool = False, on: DeviceSheet | None = None
 ) -> tuple[int, float]:
     """(fastest draft length, up to 8, expected tokens per second) of one sequence in q4_0, with a draft

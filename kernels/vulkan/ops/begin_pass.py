@@ -9,7 +9,7 @@ from hybrid.core.plan import Step
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-READS = ("inbox", "next_token", "next_position", "guesses", "known_until")
+READS = ("inbox", "next_token", "next_position", "drafts", "known_until")
 WRITES = (
     "turn",
     "live",

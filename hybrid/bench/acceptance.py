@@ -28,7 +28,7 @@ NOISE = 1e6  # the temperature
 
 
 @dataclass(frozen=True, slots=True)
-class Guessed:
+class AtRate:
     """One test: `n` tokens after `depth` positions, with `k` draft tokens of acceptance `rate` in a pass (None: chosen
     by the speculation controller). Times are medians of the repetitions."""
 
@@ -47,7 +47,7 @@ class Guessed:
     passes: int
     pass_ms: Mapping[int, float]
     """Milliseconds of a pass by its rows, measured on the host."""
-    guess_ms: float
+    draft_ms: float
     """Milliseconds to draft one token, at the largest number of drafts in a pass."""
 
     @property
@@ -60,7 +60,7 @@ class Guessed:
         return expected(self.rate, round(self.drafted / self.verified)) if self.verified else 1.0
 
 
-class Guessing:
+class AcceptanceTests:
     """Tests on an otherwise idle model, loaded with a draft model or `lookup`, whose drafter it replaces."""
 
     def __init__(self, model: hybrid.Model, repeats: int) -> None:
@@ -70,7 +70,7 @@ class Guessing:
         self.name = "what was looked up" if self.draft is None else self.draft.name
         self._texts: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
-    def run(self, n: int, depth: int, rate: float, k: int | None) -> Guessed:
+    def run(self, n: int, depth: int, rate: float, k: int | None) -> AtRate:
         """Run one test. RuntimeError if the text with drafts differs from that without."""
         prompt, spec = [1 + i % 1000 for i in range(max(depth, 2))], self.speculator
         if (n, depth) not in self._texts:
@@ -85,7 +85,7 @@ class Guessing:
         most = max(drafts, default=1)
         names = ("drafted", "accepted", "verified", "passes")
         counted = {name: (getattr(after, name) - getattr(before, name)) // runs for name in names}
-        return Guessed(
+        return AtRate(
             n,
             depth,
             rate,
@@ -95,7 +95,7 @@ class Guessing:
             speed,
             **counted,
             pass_ms={r: 1e3 * s for r, s in sorted(passes.items())},
-            guess_ms=1e3 * drafts.get(most, 0.0) / most,
+            draft_ms=1e3 * drafts.get(most, 0.0) / most,
         )
 
     def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
@@ -118,7 +118,7 @@ class Guessing:
         return statistics.median(speeds[1:]), text
 
 
-def as_dict(g: Guessed) -> dict[str, Any]:
+def as_dict(g: AtRate) -> dict[str, Any]:
     return {**asdict(g), "tokens_per_pass": g.tokens_per_pass, "tokens_of_a_verification_expected": g.ideal}
 
 
@@ -136,11 +136,11 @@ def line(g: Mapping[str, Any]) -> str:
     return (
         f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
         f"{g['speed'] / g['plain']:7.2f}{g['tokens_per_pass']:13.2f}{g['tokens_of_a_verification_expected']:10.2f}"
-        f"{share:>10}{g['guess_ms']:10.3f}  {passes}"
+        f"{share:>10}{g['draft_ms']:10.3f}  {passes}"
     )
 
 
-def guessing(args: argparse.Namespace, command: str) -> int:
+def acceptance(args: argparse.Namespace, command: str) -> int:
     """Run the benchmark of `hybrid.bench --acceptance` and print it."""
     check_draft(args)
     wanted: Sequence[int | None] = args.speculate or (None,)
@@ -167,7 +167,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
         speculate=most,
         **options,
     ) as model:
-        tests, found = Guessing(model, args.repetitions), list[dict[str, Any]]()
+        tests, found = AcceptanceTests(model, args.repetitions), list[dict[str, Any]]()
         main = getattr(model.engine.device, "main", model.engine.device)
         report: dict[str, Any] = {
             "schema": SCHEMA,
@@ -179,7 +179,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
             "draft": tests.name,
             "passed_over": [*model.passed_over, *model.engine.faults],
-            "guessed": found,
+            "speculation": found,
         }
         say(
             [
