@@ -21,7 +21,7 @@ from hybrid.kernels.vulkan.kernel import Kernel
 from hybrid.kernels.vulkan.memory import Buffer, Slice
 from hybrid.kernels.vulkan.recorder import Dispatch, Recorder, hazards
 
-KERNEL = Kernel("waits", 3, 0, (64, 1, 1))
+KERNEL = Kernel("waits", 3, 0, (64, 1, 1), writes=frozenset({2}))
 
 
 def recorder(cores: int = 4, cooperative: bool = True) -> tuple[Recorder, Mapping[str, Any]]:

@@ -81,14 +81,14 @@ def test_only_weights_are_split() -> None:
 
 def null_recorder() -> tuple[Recorder, Buffer]:
     def kernel(name: str, **constants: int) -> Kernel:
-        return Kernel(name, 3, 8, (64, 1, 1))
+        return Kernel(name, 3, 8, (64, 1, 1), writes=frozenset({2}))
 
     memory = Buffer(1 << 20, "device")
     device = SimpleNamespace(kernel=kernel, max_groups=(65535,) * 3, subgroup_size=32, max_range=1 << 27)
     return Recorder(device, Slice(memory, 0, 32)), memory
 
 
-COPY = Kernel("copy", 3, 0, (64, 1, 1))
+COPY = Kernel("copy", 3, 0, (64, 1, 1), writes=frozenset({2}))
 
 
 def barriers_of(pairs: list[tuple[int, int]]) -> list[bool]:

@@ -37,7 +37,7 @@ from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.places import in_clone
 from hybrid.kernels.vulkan import modules
-from hybrid.kernels.vulkan.spirv import SpirvError, stripped
+from hybrid.kernels.vulkan.spirv import SpirvError, stripped, written
 from hybrid.kernels.vulkan.types import LISTS
 
 HERE = Path(__file__).resolve().parent
@@ -248,7 +248,8 @@ def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
     """SPIR-V of a variant and its manifest entry."""
     slang = compiler()
     code, interface = slang.compile(variant.source, variant.arguments(), variant.module)
-    return code, _entry(variant, digest(variant), slang.version, code) | asdict(interface)
+    made = _entry(variant, digest(variant), slang.version, code) | asdict(interface)
+    return code, made | {"writes": sorted(written(code))}
 
 
 def _entry(variant: Variant, of_sources: str, compiled_by: str, code: bytes) -> dict[str, Any]:
@@ -415,7 +416,8 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     total = len(variants(args.source, args.only))
-    print(f"{len(done)} of {total} modules compiled" + (f": {', '.join(done)}" if done else ", all up to date"))
+    named = f": {', '.join(done)}" if len(done) <= 8 else ""
+    print(f"{len(done)} of {total} modules compiled{named or ('' if done else ', all up to date')}")
     return 0
 
 

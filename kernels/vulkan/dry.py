@@ -11,12 +11,13 @@ from functools import cache, lru_cache
 from typing import Any
 
 from hybrid.core.plan import Plan, TensorDecl
-from hybrid.kernels.vulkan import columns
+from hybrid.kernels.vulkan import columns, modules
 from hybrid.kernels.vulkan.features import Report, choose_subgroup
 from hybrid.kernels.vulkan.kernel import SPIRV, Kernel, most_polls
 from hybrid.kernels.vulkan.memory import Buffer, Slice
 from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.recorder import Recorder, Recording
+from hybrid.kernels.vulkan.spirv import written
 from hybrid.kernels.vulkan.steps import record_steps
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
 from hybrid.kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, traits
@@ -26,6 +27,11 @@ from hybrid.kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, t
 def manifest() -> dict[str, Any]:
     """The SPIR-V manifest, by kernel name."""
     return json.loads((SPIRV / "manifest.json").read_text())
+
+
+@cache
+def _written(name: str, constants: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    return written(modules.read(SPIRV, name), dict(constants))
 
 
 class DryDevice:
@@ -66,7 +72,15 @@ class DryDevice:
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         entry = self._manifest[name]
-        return Kernel(name, entry["bindings"], entry["push"], (0, 0, 0))
+        ids = {entry["constants"][k]: int(v) & 0xFFFFFFFF for k, v in constants.items()}
+        return Kernel(
+            name,
+            entry["bindings"],
+            entry["push"],
+            (0, 0, 0),
+            writes=frozenset(entry["writes"]),
+            writes_now=lambda: _written(name, tuple(ids.items())),
+        )
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
         return columns.second_layout(self.tuning, dtype, shape)

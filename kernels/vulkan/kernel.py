@@ -22,7 +22,7 @@ from hybrid.core.places import cache_folder
 from hybrid.kernels.vulkan import modules
 from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
 from hybrid.kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
-from hybrid.kernels.vulkan.spirv import ModuleInfo, SpirvError, inspect
+from hybrid.kernels.vulkan.spirv import ModuleInfo, SpirvError, inspect, written
 
 log = logging.getLogger("hybrid.vulkan")
 _FULL_SUBGROUPS = 2  # VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT, which the package does not name
@@ -55,6 +55,10 @@ class Kernel:
     made: Future[Any] | None = None
     layout: Any = None
     set_layout: Any = None
+    writes: frozenset[int] = frozenset()
+    """Bindings that the module writes; some only with other constants (`writes_now`)."""
+    writes_now: Callable[[], frozenset[int]] | None = None
+    """Bindings that it writes with this kernel's constants."""
 
     @property
     def pipeline(self) -> Any:
@@ -181,7 +185,15 @@ class KernelCache:
         layout = self._layout(entry["bindings"], entry["push"])
         made = self._start(lambda: self._pipeline(name, module, ids, info, layout))
         return Kernel(
-            name, entry["bindings"], entry["push"], info.local_size, made, layout, self.set_layouts[entry["bindings"]]
+            name,
+            entry["bindings"],
+            entry["push"],
+            info.local_size,
+            made,
+            layout,
+            self.set_layouts[entry["bindings"]],
+            frozenset(entry["writes"]),
+            functools.cache(lambda: written(code, ids)),
         )
 
     def _start(self, build: Callable[[], Any]) -> Future[Any]:

@@ -56,11 +56,12 @@ class Dispatch:
     grid: tuple[int, int, int]
     entry: int | None
     step: int
+    order: tuple[Slice, ...] = ()
 
     @property
     def slices(self) -> tuple[Slice, ...]:
         """In binding order."""
-        return self.reads + self.writes
+        return self.order or self.reads + self.writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +149,23 @@ class Recorder:
         push: bytes = b"",
         grid: Sequence[GridAxis] = (1, 1, 1),
         resident: bool = False,
+        order: Sequence[Slice] = (),
     ) -> None:
-        """Append a dispatch. Bindings: control, reads, writes (a buffer that is read and written is a write).
+        """Append a dispatch. Bindings: control, reads, writes (a buffer that is read and written is a write). `order`: the
+        slices after control in binding order, where reads do not come first.
+
+        VulkanError where the module writes a slice of `reads`, or no binding of a slice of `writes`.
 
         `resident`: its workgroups poll each other's results. VulkanError if there are more than are resident at once on
         the device, or if the program excludes waits. Counters belong to one dispatch: VulkanError for a second one,
         which
         might poll a word of a dispatch that has not begun."""
-        bound = 1 + len(reads) + len(writes)
-        if bound != kernel.bindings:
-            raise VulkanError(f"{kernel.name} has {kernel.bindings} bindings (control included), {bound} were given")
+        bound = (self.control, *(order or (*reads, *writes)))
+        if len(bound) != kernel.bindings:
+            raise VulkanError(
+                f"{kernel.name} has {kernel.bindings} bindings (control included), {len(bound)} were given"
+            )
+        self._check_writes(kernel, bound, writes)
         if len(push) != kernel.push:
             raise VulkanError(f"{kernel.name} takes {kernel.push} bytes of push constants, {len(push)} were given")
         axes: tuple[GridAxis, ...] = (*grid, *(1,) * (3 - len(grid)))
@@ -186,8 +194,24 @@ class Recorder:
                 (most[0], most[1], most[2]),
                 entry,
                 self.step,
+                bound,
             )
         )
+
+    def _check_writes(self, kernel: Kernel, bound: Sequence[Slice], writes: Sequence[Slice]) -> None:
+        """VulkanError unless the module stores to all slices that are named as written, and to no others. Any kernel may
+        set control's word of aborted steps."""
+        hidden = [i for i in kernel.writes if i and bound[i] not in writes]
+        if hidden and kernel.writes_now is not None:
+            hidden = [i for i in hidden if i in kernel.writes_now()]
+        if hidden:
+            raise VulkanError(
+                f"{kernel.name} writes its binding {hidden[0]}, which is recorded as read: name it in `writes`"
+            )
+        written = [bound[i] for i in kernel.writes]
+        idle = [i for i, piece in enumerate(bound) if piece in writes and piece not in written]
+        if idle:
+            raise VulkanError(f"{kernel.name} never writes its binding {idle[0]}: name it in `reads`")
 
     def _check_waits(self, kernel: Kernel, grid: Sequence[int], resident: bool) -> None:
         if resident and not self.cooperative:

@@ -6,7 +6,7 @@ workgroup size and array lengths; they are evaluated here as a driver does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ def _rest(a: int, b: int) -> int:
     return a % b if b else 0
 
 
+def _signed(a: int) -> int:
+    return a - (1 << 32) if a >> 31 else a
+
+
 SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
     128: lambda a, b: a + b,
     130: lambda a, b: a - b,
@@ -33,7 +37,7 @@ SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
     139: _rest,
     138: _rest,
     194: lambda a, b: a >> b,
-    195: lambda a, b: a >> b,
+    195: lambda a, b: _signed(a) >> b,
     196: lambda a, b: a << b,
     197: lambda a, b: a | b,
     198: lambda a, b: a ^ b,
@@ -42,13 +46,13 @@ SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
     170: lambda a, b: a == b,
     171: lambda a, b: a != b,
     172: lambda a, b: a > b,
-    173: lambda a, b: a > b,
+    173: lambda a, b: _signed(a) > _signed(b),
     174: lambda a, b: a >= b,
-    175: lambda a, b: a >= b,
+    175: lambda a, b: _signed(a) >= _signed(b),
     176: lambda a, b: a < b,
-    177: lambda a, b: a < b,
+    177: lambda a, b: _signed(a) < _signed(b),
     178: lambda a, b: a <= b,
-    179: lambda a, b: a <= b,
+    179: lambda a, b: _signed(a) <= _signed(b),
     166: lambda a, b: a or b,
     167: lambda a, b: a and b,
     168: lambda a: not a,
@@ -77,6 +81,66 @@ def inspect(code: bytes, constants: Mapping[int, int] | None = None) -> ModuleIn
     return _Reader(code, constants or {}).info()
 
 
+def written(code: bytes, constants: Mapping[int, int] | None = None) -> frozenset[int]:
+    """Bindings that a module's reachable blocks store to. constants: values of specialisation constants (id -> value);
+    None: both sides of every branch are reachable."""
+    module, pointers, found = _Reader(code, constants or {}), dict[int, int](), set[int]()
+    values = {} if constants is None else module.values
+    for variable, decorations in module.decorations.items():
+        if _BINDING in decorations:
+            pointers[variable] = decorations[_BINDING][0]
+    edges, reached, seen, label, live = set[tuple[int, int]](), set[int](), set[int](), -1, True
+    for op, a in module.body:
+        if op == _LABEL:
+            live, label = label < 0 or a[0] in reached, a[0]  # the first block of a function is its entry
+            seen.add(label)
+        elif op == _FUNCTION:
+            label = -1
+        elif not live:
+            continue
+        elif op in _CHAINS and a[2] in pointers:
+            pointers[a[1]] = pointers[a[2]]
+        elif op in _STORES and a[_STORES[op]] in pointers:
+            found.add(pointers[a[_STORES[op]]])
+        elif op == _CALL:  # what it does with a pointer is not followed
+            found |= {pointers[x] for x in a[3:] if x in pointers}
+        elif op == _PHI:
+            came = zip(a[2::2], a[3::2], strict=True)
+            known = {values.get(x) for x, block in came if block not in seen or (block, label) in edges}
+            value = known.pop() if len(known) == 1 else None
+            if value is not None:
+                values[a[1]] = value
+        elif op in _DECIDED and any(values.get(x) == _DECIDED[op] for x in a[2:]):
+            values[a[1]] = _DECIDED[op]
+        elif op == _SELECT and a[2] in values and (chosen := a[3] if values[a[2]] else a[4]) in values:
+            values[a[1]] = values[chosen]
+        elif op in SPEC_OPS and all(x in values for x in a[2:]):
+            values[a[1]] = int(SPEC_OPS[op](*[values[x] for x in a[2:]])) & 0xFFFFFFFF
+        elif op in _JUMPS:
+            targets = _targets(op, a, values)
+            reached |= targets
+            edges |= {(label, to) for to in targets}
+    return frozenset(found)
+
+
+def _targets(op: int, a: list[int], values: Mapping[int, int]) -> set[int]:
+    """Labels that a jump may lead to; the merge block of a construct is one of them."""
+    if op == _BRANCH_IF and a[0] in values:
+        return {a[1] if values[a[0]] else a[2]}
+    if op == _SWITCH and a[0] in values:
+        cases = dict(zip(a[2::2], a[3::2], strict=True))
+        return {cases.get(values[a[0]], a[1])}
+    if op == _SWITCH:
+        return {a[1], *a[3::2]}
+    return set(a[1:3]) if op == _BRANCH_IF else {a[0]}
+
+
+_BINDING, _FUNCTION, _CALL, _SELECT, _PHI, _LABEL, _BRANCH_IF, _SWITCH = 33, 54, 57, 169, 245, 248, 250, 251
+_JUMPS = {249, _BRANCH_IF, _SWITCH}
+_DECIDED = {166: 1, 167: 0}  # or, and: the operand that decides the result
+_CHAINS = {65, 66, 67, 70, 83}  # access chains and copies of pointers
+_STORES = {62: 0, 63: 0, 228: 0, 4458: 0, **dict.fromkeys(range(229, 243), 2)}
+"""Opcode -> which operand is the pointer: stores, copies, stores of matrices, atomic operations."""
 _UNUSED = {2, 3, 5, 6}  # OpSourceContinued, OpSource, OpName, OpMemberName
 
 
@@ -106,12 +170,22 @@ class _Reader:
         self.local: list[int] | None = None
         self.local_ids: list[int] | None = None
         self.constants = constants
-        ops, i = np.frombuffer(code, "<u4").tolist(), 5
-        while i < len(ops):
-            count, op = ops[i] >> 16, ops[i] & 0xFFFF
-            if not count or op == 54:  # functions follow the declarations
+        self._words, i = np.frombuffer(code, "<u4").tolist(), 5
+        while i < len(self._words):
+            count, op = self._words[i] >> 16, self._words[i] & 0xFFFF
+            if not count or op == _FUNCTION:  # functions follow the declarations
                 break
-            self.declare(op, ops[i + 1 : i + count])
+            self.declare(op, self._words[i + 1 : i + count])
+            i += count
+        self._functions = i
+
+    @property
+    def body(self) -> Iterator[tuple[int, list[int]]]:
+        """Opcode and operands of the functions' instructions."""
+        words, i = self._words, self._functions
+        while i < len(words) and words[i] >> 16:
+            count = words[i] >> 16
+            yield words[i] & 0xFFFF, words[i + 1 : i + count]
             i += count
 
     def declare(self, op: int, a: list[int]) -> None:

@@ -13,13 +13,15 @@ import numpy as np
 from hybrid.core.tensor import Packed, unpacked
 from hybrid.harness.interpreter.machine import run
 from hybrid.harness.interpreter.module import Module, read
+from hybrid.harness.interpreter.races import Log, Touched
+from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.interpreter.watch import Watch
 from hybrid.kernels.vulkan.device import VulkanDevice
 from hybrid.kernels.vulkan.features import F16_MATRIX, F16_N8, Feature, Report
 from hybrid.kernels.vulkan.kernel import KernelCache
-from hybrid.kernels.vulkan.memory import Memory, Slice
+from hybrid.kernels.vulkan.memory import Buffer, Memory, Slice
 from hybrid.kernels.vulkan.program import Program
-from hybrid.kernels.vulkan.recorder import GRID_WORDS
+from hybrid.kernels.vulkan.recorder import GRID_WORDS, Dispatch
 from hybrid.kernels.vulkan.spirv import ModuleInfo
 from hybrid.kernels.vulkan.timeline import Queue
 
@@ -135,27 +137,40 @@ class InterpretedProgram(Program):
         device = self.device
         device.wait()
         for _ in range(times):
-            for d in self.recording.dispatches:
-                grid: Any = d.grid
-                if d.entry is not None:
-                    words = self._bytes(
-                        Slice(self._grids.buffer, self._grids.offset + 4 * GRID_WORDS * d.entry, 4 * GRID_WORDS)
-                    )
-                    grid = words.view(np.uint32)[:3].tolist()
-                bound = [self._bytes(s) for s in d.slices]
-                run(d.kernel.pipeline, d.kernel.name, bound, d.push, grid, device.watch, device.limit)  # type: ignore[attr-defined]
+            log = [self._run(d) for d in self.recording.dispatches]
+            if device.watch is None:  # type: ignore[attr-defined]
+                self.log = Log(log)
+                for race in self.log.races([b is not None for b in self.recording.barriers]):
+                    raise Fault(self.log.describe(race))
         counters = device.counters
         counters.submits += 1
         counters.dispatches += times * self.dispatches
         counters.barriers += times * self.barriers
         return self.ticket
 
-    def _bytes(self, piece: Slice) -> np.ndarray:
-        """The bound bytes of a slice's memory."""
+    def _run(self, d: Dispatch) -> Touched:
+        """Run one dispatch; returns the words that it touched."""
+        device, grid = self.device, list(d.grid)
+        bound = [self._place_of(s) for s in d.slices]
+        touched = Touched(d.kernel.name, [(id(buffer), offset, size) for buffer, offset, size in bound])
+        if d.entry is not None:
+            at = self._grids.offset + 4 * GRID_WORDS * d.entry
+            grid = self._view(self._grids.buffer, at, 4 * GRID_WORDS).view(np.uint32)[:3].tolist()
+            touched.reads_grid((id(self._grids.buffer), at, 4 * GRID_WORDS))
+        data = [self._view(*place) for place in bound]
+        watch, limit = device.watch, device.limit  # type: ignore[attr-defined]
+        run(d.kernel.pipeline, d.kernel.name, data, d.push, grid, watch, limit, touched)
+        return touched
+
+    def _view(self, buffer: Buffer, offset: int, size: int) -> np.ndarray:
+        assert buffer.view is not None  # MappedMemory
+        return buffer.view[offset : offset + size]
+
+    def _place_of(self, piece: Slice) -> tuple[Buffer, int, int]:
+        """Buffer, offset and bytes that are bound for a slice."""
         base = self._places.get(id(piece.buffer))
-        real = piece if base is None else Slice(base.buffer, base.offset + piece.offset, piece.size)
-        assert real.buffer.view is not None  # MappedMemory
-        return real.buffer.view[real.offset : real.offset + self._real(piece)[2]]
+        buffer, offset = (piece.buffer, piece.offset) if base is None else (base.buffer, base.offset + piece.offset)
+        return buffer, offset, self._real(piece)[2]
 
 
 class InterpretedDevice(VulkanDevice):

@@ -12,6 +12,7 @@ from hybrid.harness.interpreter.flow import ATOMIC_LOAD, cut, ordered
 from hybrid.harness.interpreter.memory import Bytes, Pointer, Seen, Shared, Variables, element, load, store
 from hybrid.harness.interpreter.module import Block, Module, Type, zero
 from hybrid.harness.interpreter.operations import EXTENDED, OPERATIONS
+from hybrid.harness.interpreter.races import Touched
 from hybrid.harness.interpreter.subgroups import LANES, Subgroups
 from hybrid.harness.interpreter.values import Fault, NotInterpreted, merged, signed, spread, uniform
 from hybrid.harness.interpreter.watch import Watch
@@ -35,9 +36,10 @@ def run(
     grid: Sequence[int],
     watch: Watch | None = None,
     limit: int | None = None,
+    touched: Touched | None = None,
 ) -> None:
     """Run one dispatch. bindings: the bytes of each buffer, written in place. watch: counts events. limit: run only the
-    first workgroups (default: all). Raises Fault."""
+    first workgroups (default: all). touched: logs words of buffers. Raises Fault."""
     x, y, z = (int(g) for g in grid)
     count, threads = x * y * z, module.local[0] * module.local[1] * module.local[2]
     count = min(count, limit or count)
@@ -56,7 +58,7 @@ def run(
     for first in range(0, count, most):
         groups = np.arange(first, min(first + most, count))
         with np.errstate(all="ignore"):
-            Machine(module, name, bindings, push, groups, (x, y, z), watch).go()
+            Machine(module, name, bindings, push, groups, (x, y, z), watch, touched).go()
 
 
 class Machine(Subgroups):
@@ -69,8 +71,9 @@ class Machine(Subgroups):
         groups: np.ndarray,
         grid: tuple[int, int, int],
         watch: Watch | None = None,
+        touched: Touched | None = None,
     ) -> None:
-        self.m, self.name, self.watch = module, name, watch
+        self.m, self.name, self.watch, self.touched = module, name, watch, touched
         local = module.local
         threads = local[0] * local[1] * local[2]
         self.n, self.groups = len(groups) * threads, len(groups)
@@ -105,7 +108,7 @@ class Machine(Subgroups):
                 self.values[variable] = Pointer(kind, None, 0, variable)
             elif storage == WORKGROUP:
                 size = -(-kind.size() // 16) * 16
-                shared = Shared(size, len(groups), self.subgroup, self.group, name, self._seen(True))
+                shared = Shared(size, len(groups), self.subgroup, self.group, name, self._seen(None))
                 self.values[variable] = Pointer(kind, shared, shared.base)
             elif storage == PUSH:
                 self.values[variable] = Pointer(kind, Bytes(np.frombuffer(push, np.uint8), f"{name}: push constants"))
@@ -115,7 +118,7 @@ class Machine(Subgroups):
             else:
                 binding = deco[33][0]
                 self.values[variable] = Pointer(
-                    kind, Bytes(bindings[binding], f"{name}: binding {binding}", self._seen(False))
+                    kind, Bytes(bindings[binding], f"{name}: binding {binding}", self._seen(binding))
                 )
         self.shared = [
             p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)
@@ -123,11 +126,17 @@ class Machine(Subgroups):
         self.blocks = ordered(cut(module.blocks, lambda scope: int(module.constants[scope]) <= 2))
         self.index = {b.label: i for i, b in enumerate(self.blocks)}
 
-    def _seen(self, shared: bool) -> Seen:
-        watch = self.watch
-        if watch is None:
-            return None
-        return lambda offset, size, mask, writes: watch.touched(self.name, shared, offset, size, mask, writes, self.n)
+    def _seen(self, binding: int | None) -> Seen:
+        """What is told of accesses to a binding, or to shared memory (None)."""
+        watch, touched = self.watch, self.touched
+        if watch is not None:
+            shared = binding is None
+            return lambda offset, size, mask, writes: watch.touched(
+                self.name, shared, offset, size, mask, writes, self.n
+            )
+        if touched is not None and binding is not None:
+            return lambda offset, size, mask, writes: touched.touched(binding, offset, size, mask, writes)
+        return None
 
     # --- flow
     # ----------------------------------------------------------------------------------------------------------
@@ -340,6 +349,8 @@ class Machine(Subgroups):
         dtype = p.type.dtype
         value = spread(self.values[a[3]], self.n) if len(a) > 3 else np.ones(self.n, dtype)
         view, index = p.memory.at(dtype, p.offset, self.mask)
+        if not isinstance(p.memory, Shared):
+            p.memory.touched(p.offset, np.dtype(dtype).itemsize, self.mask, op != ATOMIC_LOAD)
         if op == ATOMIC_LOAD:
             self._put(result, view[index])
             return

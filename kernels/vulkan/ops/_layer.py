@@ -72,11 +72,17 @@ class Layer:
     def grid(self) -> int:
         return self.constants["GRID"]
 
-    def record(self, rec: Recorder, more: Sequence[Slice] = ()) -> None:
-        """Record the dispatch. `more`: bindings after the flags."""
-        kernel = rec.kernel(self.kernel, **self.constants)
+    def record(self, rec: Recorder, reads: Sequence[Slice] = (), writes: Sequence[Slice] = ()) -> None:
+        """Record the dispatch. `reads`, `writes`: bindings after the flags."""
+        kernel, made = rec.kernel(self.kernel, **self.constants), [*self.writes, rec.counters(self.words)]
         rec.dispatch(
-            kernel, self.reads, [*self.writes, rec.counters(self.words), *more], self.push, (self.grid,), resident=True
+            kernel,
+            [*self.reads, *reads],
+            [*made, *writes],
+            self.push,
+            (self.grid,),
+            resident=True,
+            order=(*self.reads, *made, *reads, *writes),
         )
 
 
@@ -94,7 +100,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
         return False
     if more:  # the kernel with attention, which does without it here: its other bindings must hold some buffer
         layer = replace(layer, push=layer.push + bytes(ATTENTION_PUSH))
-    layer.record(rec, [layer.writes[0]] * more)
+    layer.record(rec, writes=[layer.writes[0]] * more)
     return True
 
 

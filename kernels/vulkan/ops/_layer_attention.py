@@ -87,7 +87,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     )
     memory = [rec.zeros(heads * splits * d * 4), rec.zeros(heads * splits * (d // 4) * 8)]
     arrived = rec.counters(heads * -(-d // 4 // merged))
-    more = [*(p for x in parts for p in x.parts), *memory, arrived, *two_parts(o)]
+    caches = [x.parts[0] for x in parts[-2:]]
     made = replace(
         layer,
         kernel=layer.kernel if own else f"{layer.kernel}.f16",
@@ -95,6 +95,6 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
         push=layer.push + push,
         words=layer.words + (heads + tiles * 2 * kv_heads) * d,
     )
-    made.record(rec, more)
+    made.record(rec, [x.parts[0] for x in parts[:-2]], [*caches, *memory, arrived, *two_parts(o)])
     rec.noted[_layer.ATTENDING] = made
     return True
