@@ -18,11 +18,13 @@ from conformance.support.paths import DATA
 from hybrid.core.plan import ALIGN, TensorDecl
 from hybrid.kernels.vulkan import build, modules
 from hybrid.kernels.vulkan.api import VulkanError, VulkanUnavailable
+from hybrid.kernels.vulkan.dry import manifest
 from hybrid.kernels.vulkan.instance import prefer, select, validation_mode
+from hybrid.kernels.vulkan.kernel import SPIRV as SHIPPED
 from hybrid.kernels.vulkan.kernel import Kernel, KernelCache, read_cache, write_cache
 from hybrid.kernels.vulkan.memory import Buffer, FreeList, Slice
 from hybrid.kernels.vulkan.recorder import Barrier, Live, Recorder
-from hybrid.kernels.vulkan.spirv import SpirvError, inspect
+from hybrid.kernels.vulkan.spirv import SpirvError, inspect, written
 from hybrid.kernels.vulkan.tensors import part_bytes, split_rows
 
 TOY = DATA / "shaders"
@@ -168,10 +170,15 @@ def test_a_live_grid_of_one_group_at_most_is_dispatched_directly() -> None:
     assert [(d.kernel.name, d.entry, d.grid) for d in done.dispatches] == [("copy", None, (1, 1, 1))]
 
 
+MOVED = (Slice(Buffer(1 << 20, "device"), 256, 16), Slice(Buffer(1 << 20, "device"), 512, 16))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"reads": []}, "3 bindings"),
+        ({"writes": [], "order": MOVED}, "copy writes its binding 2, which is recorded as read"),
+        ({"reads": [], "writes": list(MOVED)}, "copy never writes its binding 1"),
         ({"push": b"1234"}, "0 bytes of push"),
         ({"grid": (0, 1, 1)}, "no groups"),
         ({"grid": (1 << 20, 1, 1)}, "limit"),
@@ -179,8 +186,8 @@ def test_a_live_grid_of_one_group_at_most_is_dispatched_directly() -> None:
     ],
 )
 def test_a_wrong_dispatch_is_refused_when_it_is_recorded(arguments: dict, message: str) -> None:
-    rec, memory = null_recorder()
-    good = {"reads": [Slice(memory, 256, 16)], "writes": [Slice(memory, 512, 16)], "push": b"", "grid": (1, 1, 1)}
+    rec, _ = null_recorder()
+    good = {"reads": [MOVED[0]], "writes": [MOVED[1]], "push": b"", "grid": (1, 1, 1)}
     with pytest.raises(VulkanError, match=message):
         rec.dispatch(COPY, **{**good, **arguments})
 
@@ -255,6 +262,14 @@ def test_constants_set_workgroup_and_shared_memory() -> None:
     assert info.bindings == {0, 1, 2} and inspect(code).local_size == (32, 1, 1)
     with pytest.raises(SpirvError, match="magic"):
         inspect(b"\0" * 64)
+
+
+def test_constants_decide_which_bindings_a_module_writes() -> None:
+    """decode_attention appends keys and values (bindings 8 and 9) only where it projects them."""
+    code, entry = modules.read(SHIPPED, "decode_attention.f32.2x1"), manifest()["decode_attention.f32.2x1"]
+    assert written(code) == frozenset(entry["writes"]) and {8, 9} <= written(code)
+    appends, reads = (written(code, {entry["constants"]["PROJECTIONS"]: n}) for n in (2, 0))
+    assert appends - reads == {8, 9}
 
 
 def test_a_module_that_is_cut_or_changed_is_refused_by_name(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ NumPy, as on a GPU with subgroups of 32 and matrix units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from hybrid.kernels.vulkan.spirv import ModuleInfo
 from hybrid.kernels.vulkan.timeline import Queue
 
 NAME = "interpreted"
+KEPT = 4
 SHARED, INVOCATIONS, CORES, BUFFERS = 48 << 10, 1024, 132, 1 << 20  # as an H100 reports
 
 
@@ -125,7 +126,10 @@ class InterpretedKernels(KernelCache):
 
 
 class InterpretedProgram(Program):
-    """A program whose dispatches run on submit."""
+    """A program whose dispatches run on submit. Fault where two of them race."""
+
+    logs: Sequence[Log] = ()
+    """What the latest runs touched."""
 
     def _descriptor_sets(self) -> list[Any]:
         return []
@@ -139,9 +143,9 @@ class InterpretedProgram(Program):
         for _ in range(times):
             log = [self._run(d) for d in self.recording.dispatches]
             if device.watch is None:  # type: ignore[attr-defined]
-                self.log = Log(log)
-                for race in self.log.races([b is not None for b in self.recording.barriers]):
-                    raise Fault(self.log.describe(race))
+                self.logs = [*self.logs[1 - KEPT :], Log(log)]
+                for race in self.logs[-1].races([b is not None for b in self.recording.barriers]):
+                    raise Fault(self.logs[-1].describe(race))
         counters = device.counters
         counters.submits += 1
         counters.dispatches += times * self.dispatches

@@ -6,11 +6,15 @@ The interpreter logs the words that each dispatch touches; the recorded barriers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from hybrid.kernels.vulkan.memory import Buffer, Slice
+from hybrid.kernels.vulkan.recorder import Recording, hazards
 
 WORD = 4
 Place = tuple[int, int, int]
@@ -91,3 +95,33 @@ class Log:
             f"dispatch {race.second} ({self.names[race.second]}) has no barrier after dispatch {race.first} "
             f"({self.names[race.first]}): memory of {race.words} words {race.what}"
         )
+
+
+def sweep(recording: Recording, logs: Sequence[Log]) -> Counter[tuple[str, str]]:
+    """What a recording loses without each of its declared reads, writes and barriers: counts by (what is dropped,
+    verdict). Verdicts: `refused` when it is recorded; `race` in a run of `logs`; `same`: the same barriers; else the
+    kernels between which nothing was noticed."""
+    dispatches, found = recording.dispatches, Counter[tuple[str, str]]()
+    barriers = [b is not None for b in recording.barriers]
+    grids = next((d.writes[0] for d in dispatches if d.kernel.name == "grid"), Slice(Buffer(0, "none"), 0, 0))
+
+    def verdict(fewer: list[bool], kernel: str) -> str:
+        if fewer == barriers:
+            return "same"
+        return "race" if any(log.races(fewer) for log in logs) else kernel
+
+    def without(i: int, **changed: Any) -> str:
+        some = [*dispatches[:i], replace(dispatches[i], **changed), *dispatches[i + 1 :]]
+        return verdict([b is not None for b in hazards(some, grids)], dispatches[i].kernel.name)
+
+    for i, d in enumerate(dispatches):
+        if barriers[i]:
+            fewer = [b and k != i for k, b in enumerate(barriers)]
+            found["barrier", verdict(fewer, f"{dispatches[i - 1].kernel.name}, {d.kernel.name}")] += 1
+        for k in range(len(d.reads)):
+            found["read", without(i, reads=(*d.reads[:k], *d.reads[k + 1 :]))] += 1
+        stored = {d.slices[k] for k in (d.kernel.writes_now or frozenset)()}
+        for k, piece in enumerate(d.writes):
+            dropped = without(i, writes=(*d.writes[:k], *d.writes[k + 1 :]))
+            found["write", "refused" if piece in stored else dropped] += 1
+    return found
