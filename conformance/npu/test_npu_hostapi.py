@@ -123,12 +123,15 @@ def test_conversion_to_bfloat16_obeys_the_rounding_mode(mode: str) -> None:
     assert real(got).tolist() == [float(rounded(Fraction(v), mode)) for v in x.tolist()]
 
 
-def test_bfloat16_keeps_nan_and_infinity() -> None:
-    x = np.array([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, *[1.0] * 11], np.float32)
-    (got,) = run("to_bf16", x)
-    assert np.isnan(real(got)[0]) and real(got)[1:3].tolist() == [np.inf, -np.inf] and np.isinf(real(got)[3:5]).all()
-    (got,) = run("to_bf16", x, modes=("symmetric_floor", "none"))
-    assert got[3:5].tolist() == [0x7F7F, 0xFF7F]
+@pytest.mark.parametrize("mode", ROUNDING)
+def test_bfloat16_keeps_nan_and_infinity(mode: str) -> None:
+    """A NaN is cut in every mode, not rounded; one whose upper fraction is 0 becomes the smallest NaN."""
+    nans = {0x7F800001: 0x7F81, 0xFF80FFFF: 0xFF81, 0x7F8A8000: 0x7F8A, 0xFFD00001: 0xFFD0, 0x7FFFFFFF: 0x7FFF}
+    x = np.array([*nans, 0x7F800000, 0xFF800000, 0x7F7FD000, 0xFF7FD000, *[0x3F800000] * 7], np.uint32).view(np.float32)
+    (got,) = run("to_bf16", x, modes=(mode, "none"))
+    assert got[:7].tolist() == [*nans.values(), 0x7F80, 0xFF80]
+    down = {"floor": (True, False), "ceil": (False, True), "symmetric_floor": (True, True)}.get(mode, (False, False))
+    assert got[7:9].tolist() == [(0x7F80, 0x7F7F)[down[0]], (0xFF80, 0xFF7F)[down[1]]]
 
 
 def test_a_tile_starts_in_floor_and_keeps_its_modes() -> None:
@@ -162,30 +165,27 @@ def test_integer_sums_wrap() -> None:
     assert (got == np.int64(2**31 - 1 + 8 * 127 * 127 - 2**32)).all()
 
 
-def exponent(x: Fraction) -> int:
-    e = 0
-    x = abs(x)
-    while x >= 2:
-        x, e = x / 2, e + 1
-    while x < 1:
-        x, e = x * 2, e - 1
-    return e
+def exponent(x: float) -> int:
+    return max(math.frexp(x)[1] - 1, -126)
 
 
 def to_float32(x: Fraction) -> float:
     if x == 0:
         return 0.0
-    step = Fraction(2) ** (exponent(x) - 23)
+    step = Fraction(2) ** (x.numerator.bit_length() - x.denominator.bit_length() - 24)
+    while abs(x) >= step * 2**24:
+        step *= 2
     return float(rounded(x / step, "conv_even") * step)
 
 
-def aligned_sum(start: float, products: list[Fraction]) -> float:
-    """Every term rounded to 24 bits at the largest exponent, then an exact sum."""
-    terms = [Fraction(start), *products]
-    if not any(terms):
+def aligned_sum(start: float, factors: list[tuple[float, float]]) -> float:
+    """Every term rounded to 24 bits at the largest exponent, a product's being its factors' sum; then an exact sum."""
+    terms = [Fraction(start), *(Fraction(x) * Fraction(y) for x, y in factors)]
+    largest = [exponent(start)] * (start != 0) + [exponent(x) + exponent(y) for x, y in factors if x and y]
+    if not largest:
         return 0.0
-    step = Fraction(2) ** (max(exponent(t) for t in terms if t) - 23)
-    return to_float32(sum(rounded(t / step, "conv_even") * step for t in terms))
+    step = Fraction(2) ** (max(largest) - 23)
+    return to_float32(Fraction(sum(rounded(t / step, "conv_even") * step for t in terms)))
 
 
 @pytest.mark.parametrize("spread", [0, 6, 20])
@@ -195,21 +195,52 @@ def test_bfloat16_tile_aligns_its_terms(spread: int) -> None:
     a *= np.exp2(values.integers(6, "e", (4, 8), -spread, spread))
     a, b, c = real(bf16(a)), real(bf16(b)), c.astype(np.float32)
     (got,) = run("mmul_bf16_484", bf16(a), bf16(b), c)
-    left, right = ([[Fraction(float(v)) for v in row] for row in m] for m in (a, b.T))
+    left, right = a.tolist(), b.T.tolist()
     wanted = [
-        [aligned_sum(float(c[i, j]), [x * y for x, y in zip(left[i], right[j], strict=True)]) for j in range(4)]
-        for i in range(4)
+        [aligned_sum(float(c[i, j]), list(zip(left[i], right[j], strict=True))) for j in range(4)] for i in range(4)
     ]
     assert got.reshape(4, 4).tolist() == wanted
     if spread:
         assert (got.reshape(4, 4) != (c.astype(np.float64) + a.astype(np.float64) @ b).astype(np.float32)).any()
 
 
+def tile_bits(rows: list[list[int]], column: list[int], start: list[int] | None = None) -> list[int]:
+    """Bits of the first column of a bfloat16 tile, of bits: rows of A by one column of B, from `start`."""
+    a = np.array([row + [0] * (8 - len(row)) for row in rows], np.uint16)
+    b = np.zeros((8, 4), np.uint16)
+    b[: len(column), 0] = column
+    c = np.zeros((4, 4), np.uint32)
+    c[:, 0] = start or 0
+    return run("mmul_bf16_484", a, b, c.view(np.float32).reshape(-1))[0].view(np.uint32).reshape(4, 4)[:, 0].tolist()
+
+
+ONE, TWO, INF, NAN, MOST, LEAST = 0x3F80, 0x4000, 0x7F80, 0x7FC0, 0x7F7F, 0x0080
+MINUS = 0x8000
+
+
+def test_bfloat16_tile_aligns_at_the_exponents_of_the_factors() -> None:
+    """1.5 x 1.5 = 2.25 has the exponent 0, 2 x 1.5 = 3 the exponent 1: beside it two terms of 2^-23 are lost."""
+    rows = [[0x3FC0, 0x3400, 0x3400], [TWO, 0x3400, 0x3400], [0x3FC0], [TWO]]
+    assert tile_bits(rows, [0x3FC0, ONE, ONE]) == [0x40100001, 0x40400000, 0x40100000, 0x40400000]
+
+
+def test_bfloat16_sums_overflow_once_and_have_no_denormals() -> None:
+    """Products beyond float32 cancel; what is left of them overflows to its own sign's infinity. A sum below the
+    smallest normal number is zero."""
+    rows = [[MOST, MOST | MINUS, ONE], [MOST, MOST, ONE], [MOST | MINUS, MOST | MINUS, ONE], [LEAST, LEAST | MINUS, 0]]
+    assert tile_bits(rows, [TWO, TWO, ONE]) == [0, 0x7F800000, 0xFF800000, 0]
+    tiny = [[LEAST], [LEAST], [LEAST | MINUS], [0x0001]]
+    assert tile_bits(tiny, [ONE], [0, 0x80400000, 0x00400000, 0]) == [0x00800000, 0, 0, 0]
+
+
 def test_bfloat16_tile_with_infinity_and_nan() -> None:
-    a, b = np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
-    a[0, 0], a[1, 0], a[1, 1], a[2, 3] = np.inf, np.inf, -np.inf, np.nan
-    (got,) = run("mmul_bf16_484", bf16(a), bf16(b), np.zeros(16))
-    assert np.isinf(got[:4]).all() and np.isnan(got[4:12]).all() and (got[12:] == 8).all()
+    """An infinity absorbs what is finite. A NaN has exponent 255, the sum's sign and fraction, and the lowest bit."""
+    rows = [[INF, MOST | MINUS], [INF, INF | MINUS], [INF | MINUS, ONE], [0, INF]]
+    assert tile_bits(rows, [ONE, ONE]) == [0x7F800000, 0x7F800001, 0xFF800000, 0x7F800000]
+    assert tile_bits(rows, [0, ONE]) == [0xFFFF0001, 0xFF800001, 0x7F800001, 0x7F800000]
+    rows = [[NAN, ONE], [NAN | MINUS, ONE], [ONE, ONE], [ONE, ONE]]
+    start = [0, 0, 0xFF800000, 0x7FC00000]
+    assert tile_bits(rows, [0x3E80, ONE], start) == [0x7FC00001, 0xFFC00001, 0xFF800000, 0x7F800001]
 
 
 def test_lanes_move_as_documented() -> None:
@@ -250,10 +281,7 @@ def test_real_lanes() -> None:
         small.reshape(4, 16) == np.stack([bf16(a + b), bf16(a - b), bf16(np.maximum(a, b)), bf16(np.minimum(a, b))])
     ).all()
     for at, sign in ((0, 1), (16, -1)):
-        wanted = [
-            aligned_sum(float(z), [sign * Fraction(float(x)) * Fraction(float(y))])
-            for x, y, z in zip(a, b, c, strict=True)
-        ]
+        wanted = [aligned_sum(float(z), [(sign * float(x), float(y))]) for x, y, z in zip(a, b, c, strict=True)]
         assert large[at : at + 16].tolist() == wanted
     assert (large[32:48] == c - a).all()
     tree = c.copy()

@@ -83,23 +83,61 @@ template <class C> C wrap_add(C a, C b) {
         return static_cast<C>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
 }
 
-// bf16 products into a float32 accumulator: all terms are aligned to the largest exponent among them, each is rounded to 24
-// bits there, and their sum is exact. Ties of that rounding go to even here: the hardware's choice is not published.
-// Terms that are not finite make the plain float32 sum.
-template <unsigned K> float aligned_sum(float start, const double *terms) {
-    double largest = std::fabs(static_cast<double>(start));
-    for (unsigned k = 0; k < K; k++) largest = largest < std::fabs(terms[k]) ? std::fabs(terms[k]) : largest;
-    if (!(largest < 0x1p128) || largest != largest) {
-        float sum = start;
-        for (unsigned k = 0; k < K; k++) sum += static_cast<float>(terms[k]);
-        return sum;
+// A factor or an accumulator as the core's adder reads it. Exponent 255 is one more exponent: an infinity is 2^128, a NaN
+// larger. `scale` is 2^exponent, whatever the fraction (a denormal number has the smallest exponent); 0 for zero.
+struct operand {
+    double value, scale;
+    explicit operand(float x = 0) {
+        const auto bits = bit_cast<std::uint32_t>(x);
+        const std::uint32_t exponent = bits >> 23 & 255, fraction = bits & 0x7fffff;
+        value = exponent == 255 ? 0x1p128 * (1 + 0x1p-23 * fraction) * (bits >> 31 ? -1 : 1) : x;
+        scale = bits << 1 ? bit_cast<double>(std::uint64_t{(exponent ? exponent : 1) + 1023 - 127} << 52) : 0;
     }
-    if (largest == 0) return start;
-    const auto exponent = bit_cast<std::uint64_t>(largest) >> 52 << 52; // 2^e of the largest term
-    const double magic = 1.5 * bit_cast<double>(exponent) * 0x1p29;     // adding it rounds to 2^(e-23)
-    double sum = (static_cast<double>(start) + magic) - magic;
+    bool infinite() const { return std::fabs(value) == 0x1p128; }
+    bool nan() const { return std::fabs(value) > 0x1p128; }
+};
+
+// A float32 result. What is too small for a normal number becomes zero; a NaN keeps the sum's sign and fraction.
+inline float normed(double sum, bool nan) {
+    float out = static_cast<float>(sum);
+    if (std::fabs(sum) < 0x1p-100) {
+        out = static_cast<float>(sum * 0x1p100);
+        out = std::fabs(out) < 0x1p-26f ? 0 : out * 0x1p-100f;
+    }
+    if (!nan) return out;
+    const auto bits = bit_cast<std::uint32_t>(out);
+    return bit_cast<float>((sum < 0 ? 0x80000000u : 0) | 0x7f800001u | (bits & 0x7fffffu));
+}
+
+// bf16 products into a float32 accumulator: all terms are aligned to the largest exponent among them, each is rounded to 24
+// bits there, ties to even, and their sum is exact. A product's exponent is the sum of its factors', so its largest bit may
+// stand one above. Only the sum overflows. These are the bits that were seen on a Phoenix NPU.
+template <unsigned K> float aligned_sum(float start, const operand *a, const operand *b) {
+    const operand first(start);
+    std::array<double, K> terms;
+    double scale = first.scale;
+    bool special = std::fabs(first.value) >= 0x1p128, nan = false;
+    for (unsigned k = 0; k < K; k++) {
+        terms[k] = a[k].value * b[k].value;
+        scale = std::max(scale, a[k].scale * b[k].scale);
+        special |= std::fabs(a[k].value) >= 0x1p128 || std::fabs(b[k].value) >= 0x1p128;
+    }
+    if (special) {
+        bool up = first.infinite() && first.value > 0, down = first.infinite() && first.value < 0;
+        nan = first.nan();
+        for (unsigned k = 0; k < K; k++) {
+            const bool infinite = a[k].infinite() || b[k].infinite();
+            nan |= a[k].nan() || b[k].nan() || (infinite && terms[k] == 0);
+            up |= infinite && terms[k] > 0;
+            down |= infinite && terms[k] < 0;
+        }
+        nan |= up && down;
+        if (!nan) return up ? INFINITY : -INFINITY;
+    }
+    const double magic = 1.5 * scale * 0x1p29; // adding it rounds to 2^-23 of the scale
+    double sum = (first.value + magic) - magic;
     for (unsigned k = 0; k < K; k++) sum += (terms[k] + magic) - magic;
-    return static_cast<float>(sum);
+    return normed(sum, nan);
 }
 
 } // namespace host

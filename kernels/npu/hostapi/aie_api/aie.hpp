@@ -9,8 +9,7 @@
 //   refuses  what XDNA1 lacks, at compile time (other mmul shapes, exp2, tanh, float32 vector multiply and compare, other
 //            register widths), and misaligned vectors at run time
 //   counts   instructions by unit (types.hpp, counter), for the cycle model
-// Not modelled: time, register pressure, the program memory's size. bfloat16 products are summed as the core is described to
-// do it (accum.hpp, aligned_sum), which is near its bits and not proven equal to them.
+// Not modelled: time, register pressure, the program memory's size.
 #pragma once
 
 #include "types.hpp"

@@ -33,9 +33,10 @@ void multiply_add(accum<Tag, N> &acc, const vector<A, N> &a, const vector<B, N> 
     host::count(host::mac_vector, host::groups(N, is_real<A> || sizeof(A) + sizeof(B) > 4 ? 16 : 32));
     for (unsigned i = 0; i < N; i++) {
         if constexpr (is_real<A>) {
-            const double term = static_cast<double>(static_cast<float>(a.get(i))) * static_cast<float>(b.get(i));
-            const double terms[] = {subtract ? -term : term};
-            acc.lanes[i] = host::aligned_sum<1>(acc.lanes[i], terms);
+            operand left(a.get(i));
+            const operand right(b.get(i));
+            if (subtract) left.value = -left.value;
+            acc.lanes[i] = host::aligned_sum<1>(acc.lanes[i], &left, &right);
         } else {
             using C = typename accum<Tag, N>::cell;
             const int64 term = static_cast<int64>(a.get(i)) * b.get(i);

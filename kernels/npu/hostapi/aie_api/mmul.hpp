@@ -107,16 +107,13 @@ private:
         }
     }
     void mac_real(const vector<A, size_A> &a, const vector<B, size_B> &b) {
-        std::array<double, size_A> left;
-        std::array<double, size_B> right;
-        for (unsigned i = 0; i < size_A; i++) left[i] = static_cast<float>(a.get(i));
-        for (unsigned i = 0; i < size_B; i++) right[i] = static_cast<float>(b.get(i));
+        std::array<host::operand, size_A> left;
+        std::array<host::operand, size_B> right; // columns one after another
+        for (unsigned i = 0; i < size_A; i++) left[i] = host::operand(a.get(i));
+        for (unsigned i = 0; i < size_B; i++) right[i % N * K + i / N] = host::operand(b.get(i));
         for (unsigned m = 0; m < M; m++)
-            for (unsigned n = 0; n < N; n++) {
-                std::array<double, K> terms;
-                for (unsigned k = 0; k < K; k++) terms[k] = left[m * K + k] * right[k * N + n];
-                data.lanes[m * N + n] = host::aligned_sum<K>(data.lanes[m * N + n], terms.data());
-            }
+            for (unsigned n = 0; n < N; n++)
+                data.lanes[m * N + n] = host::aligned_sum<K>(data.lanes[m * N + n], &left[m * K], &right[n * K]);
     }
 };
 

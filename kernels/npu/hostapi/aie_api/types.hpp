@@ -4,6 +4,7 @@
 // was chosen. A trap is an exception that the wrapper of an entry point turns into an error text.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -128,7 +129,7 @@ template <class T> T saturate(std::int64_t x) {
 inline std::uint16_t round_bf16(float value) {
     const auto bits = bit_cast<std::uint32_t>(value);
     const std::uint32_t size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40); // NaN stays one
+    if (size > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | (size < 0x7f810000u)); // cut, but a NaN yet
     if (size == 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16);
     const bool negative = bits >> 31;
     const std::uint32_t up = away(tile_modes.rounding, negative, (size >> 16) & 1, size & 0xffff, 0x8000);
