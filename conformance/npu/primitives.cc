@@ -85,7 +85,6 @@ void reals(const bfloat16 *a, const bfloat16 *b, const float *c, bfloat16 *small
     aie::store_v(large + 32, aie::sub(acc, x).to_vector<float>());
     large[48] = aie::reduce_add(z);
     large[49] = aie::inv(z[0]);
-    large[50] = aie::invsqrt(z[0] * z[0]);
 }
 void to_fixed(const bfloat16 *x, int16 *out, int32 shift) { aie::store_v(out, aie::to_fixed<int16>(aie::load_v<16>(x), shift)); }
 void to_float(const int32 *x, float *out, int32 shift) { aie::store_v(out, aie::to_float(aie::load_v<16>(x), shift)); }

@@ -174,14 +174,10 @@ template <class To = float, class T, unsigned N> vector<To, N> to_float(const ve
     return out;
 }
 
-// Scalar reciprocal and reciprocal square root; correctly rounded here, within some units of the last place on the core.
+// Scalar reciprocal: a division, on the core in software.
 inline float inv(float x) {
     host::count(host::alu, 8);
     return 1.0f / x;
-}
-inline float invsqrt(float x) {
-    host::count(host::alu, 8);
-    return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)));
 }
 
 } // namespace aie

@@ -1,4 +1,4 @@
-// What newer NPUs have and XDNA1 lacks: naming it is a compile error that says what to do. Included by aie_api/aie.hpp.
+// What aie_api has and XDNA1 lacks: naming it is a compile error that says what to do. Included by aie_api/aie.hpp.
 #pragma once
 
 #include "types.hpp"
@@ -10,6 +10,10 @@ template <class... Args> void exp2(const Args &...) {
 }
 template <class... Args> void tanh(const Args &...) {
     static_assert(host::never<Args...>, "aie::tanh: no such instruction on XDNA1 (XDNA2 has it): use tables");
+}
+template <class... Args> float invsqrt(const Args &...) {
+    static_assert(host::never<Args...>, "aie::invsqrt: it calls sqrtf, which XDNA1's C library lacks: no core links; iterate");
+    return 0;
 }
 template <class... Args> void load_unaligned_v(const Args &...) {
     static_assert(host::never<Args...>, "aie::load_unaligned_v: not in the subset: lay the data out in aligned vectors");
