@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -104,10 +105,12 @@ def test_the_tools_are_found_where_the_wheels_put_them(tmp_path: Path, monkeypat
     monkeypatch.delenv("PEANO_INSTALL_DIR", raising=False)
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     monkeypatch.setattr(build, "installed", manifest)
+    release = "1.4.0"
+    monkeypatch.setattr(build.importlib.metadata, "version", lambda _: release)
     monkeypatch.setattr(sys, "path", [str(root / "python"), str(tmp_path)])  # as the wheel's .pth file does
     found, missing = build.tools()
     assert missing == [] and found is not None
-    assert (found.include, found.aiecc) == (root / "include", root / "bin" / "aiecc.py")
+    assert (found.include, found.aiecc, found.release) == (root / "include", root / "bin" / "aiecc.py", "1.4.0")
     assert found.clang == tmp_path / "llvm-aie" / "bin" / "clang++"
     for gone, says in (
         ("include/aie_kernels/aie_kernel_utils.h", "aie_kernel_utils.h"),
@@ -119,6 +122,10 @@ def test_the_tools_are_found_where_the_wheels_put_them(tmp_path: Path, monkeypat
         found, missing = build.tools()
         assert found is None and len(missing) == 1 and says in missing[0], missing
         (root / gone).touch()
+    release = "1.3.4"
+    found, missing = build.tools()
+    assert found is None and len(missing) == 1
+    assert "1.4.0 or 1.4.5 (1.3.4 is installed)" in missing[0] and "iron.toml, [build]" in missing[0]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # unpacked without its .pth file
     found, missing = build.tools()
     assert found is None and missing == [
@@ -135,38 +142,107 @@ def test_frames_are_added_up() -> None:
         build.frame_bytes("a.cc:3:6:tile\t16\tdynamic\n", ["tile"])
 
 
-def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elf(*sections: tuple[int, int, int]) -> bytes:
+    """An ELF of 32 bits that has these sections: (flags, address, bytes)."""
+    head = (
+        b"\x7fELF\x01\x01".ljust(32, b"\0")
+        + struct.pack("<I", 52)
+        + bytes(10)
+        + struct.pack("<3H", 40, len(sections), 0)
+    )
+    return head + b"".join(struct.pack("<10I", 0, 1, f, at, 0, n, 0, 0, 0, 0) for f, at, n in sections)
+
+
+WRITE, ALLOC, CODE = 1, 2, 4
+
+
+def test_program_memory_is_read_from_the_linked_core() -> None:
+    """Code from address 0 on, however many sections it has; neither data nor what is not loaded."""
+    parts = [
+        (ALLOC | CODE, 0, 0x370),
+        (ALLOC | CODE, 0x400, 0x2000),
+        (ALLOC | WRITE, 0x70000, 0x8000),
+        (CODE, 0, 0x9000),
+    ]
+    assert build.program_bytes(_elf(*parts)) == 0x2400
+    for wrong in (_elf(*parts[2:]), b"\x7fELF\x02\x01" + bytes(60), b""):
+        with pytest.raises(ValueError, match=r"ELF of 32 bits|no section"):
+            build.program_bytes(wrong)
+
+
+# Of tools/aiecc/CommandLineOptions.h at the release: what it calls the outputs and options that the build names.
+KNOWN = {
+    "--get-xclbin",
+    "--get-npu-insts",
+    "--get-core-elfs",
+    "--dynamic-objFifos",
+    "--peano",
+    "--xclbin-name",
+    "--npu-insts-name",
+}
+OPTIONS = {"1.4.0": KNOWN | {"--no-xchesscc", "--no-xbridge"}, "1.4.5": KNOWN}
+PEANO = "clang version 21.0.0 (https://github.com/Xilinx/llvm-aie ce8c0f8f" + "0" * 32 + ")"
+
+
+@pytest.mark.parametrize("release", sorted(OPTIONS))
+def test_the_build_drives_the_real_tools(release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands, in order, with stand-ins that only write their files."""
     commands: list[tuple[str, ...]] = []
-    frame = 1312
+    frame, code, cores = 1312, 0x4000, 4
 
     def tool(at: Path, *command: str) -> str:
+        if "--version" in command:
+            return f"{PEANO}\nTarget: aie2-none-unknown-elf\n"
         commands.append(command)
         if "clang" in command[0]:
             (at / command[-1]).with_suffix(".su").write_text(f"gemm_i8.cc:28:6:gemm_i8\t{frame}\tstatic\n")
         if "aiecc" in command[0]:
             (at / "design.xclbin").write_bytes(b"xclbin2")
             (at / "design.bin").write_bytes(b"\0\0\0\0")
-        return "text data\n   4096 0 0\n" if "size" in command[0] else "module {}\n"
+            for row in range(2, 2 + cores):
+                for folder in (at, at / "design.mlir.prj" / f"elfs_main_core_0_{row}"):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / f"elfs_main_core_0_{row}.elf").write_bytes(_elf((ALLOC | CODE, 0, code)))
+        return "module {}\n"
 
     monkeypatch.setattr(build, "_tool", tool)
-    tools = build.Tools(Path("clang++"), Path("llvm-size"), Path("aiecc.py"), Path("include"), Path("peano"))
+    tools = build.Tools(Path("clang++"), Path("aiecc.py"), Path("include"), Path("peano"), release=release)
     design = gemm_i8(G)
     build.build_npu(design, tmp_path, tools)
-    assert [Path(c[0]).name for c in commands] == ["clang++", "llvm-size", Path(sys.executable).name, "aiecc.py"]
-    assert {"--target=aie2-none-unknown-elf", "-DDIM_M=16", "-fstack-usage"} <= set(commands[0])
+    assert [Path(c[0]).name for c in commands] == ["clang++", Path(sys.executable).name, "aiecc.py"]
+    wanted = {"--target=aie2-none-unknown-elf", "-DDIM_M=16", "-fstack-usage", "-D__AIE_API_AIE_ADF_HPP__"}
+    assert wanted <= set(commands[0])
     given = [commands[0][i + 1] for i, word in enumerate(commands[0]) if word == "-I"]
     assert given == ["include", "include/aie_kernels", str(AIE)]
-    assert {"--aie-generate-xclbin", "--no-xchesscc", "--dynamic-objFifos", "--npu-insts-name=design.bin"} <= set(
-        commands[-1]
-    )
-    assert find(tmp_path, design).builder.startswith("mlir-aie")
+    assert {word.partition("=")[0] for word in commands[-1][1:-1]} == OPTIONS[release]
+    assert {"--peano=peano", "--npu-insts-name=design.bin"} < set(commands[-1]) and commands[-1][-1] == "design.mlir"
+    assert find(tmp_path, design).builder == f"mlir-aie {release}, {PEANO}"
+    code = 0x4010
+    with pytest.raises(RuntimeError, match=r"core_0_\d.elf: 16400 bytes of program, a core has 16384"):
+        build.build_npu(design, tmp_path / "long", tools)
+    cores = 3
+    with pytest.raises(RuntimeError, match=r"aiecc wrote 3 linked cores .* of 4"):
+        build.build_npu(design, tmp_path / "few", tools)
     frame = 3200
     with pytest.raises(RuntimeError, match="3200 bytes of stack and the core's program 256, its worker has 3392"):
         build.build_npu(design, tmp_path, tools)
-    monkeypatch.setattr(build, "_tool", lambda at, *c: "text data\n 4096 0\n" if "size" in c[0] else "")
+    monkeypatch.setattr(build, "_tool", lambda at, *c: "")
     with pytest.raises(RuntimeError, match=r"wrote no gemm_i8_\w+.su"):
         build.build_npu(design, tmp_path / "other", tools)
-    monkeypatch.setattr(build, "_tool", lambda at, *c: "text\n 20000 0\n" if "size" in c[0] else "")
-    with pytest.raises(RuntimeError, match="a core has 16384"):
-        build.build_npu(design, tmp_path, tools)
+
+
+def test_another_compiler_than_the_pinned_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the commit that it prints; the build goes on, since nightlies are deleted."""
+    tools = build.Tools(Path("clang++"), Path("aiecc.py"), Path("include"), Path("peano"), release="1.4.0")
+    assert build.unpinned(tools, PEANO) == ""
+    other = PEANO.replace("ce8c0f8f", "cb664e8c")
+    assert build.unpinned(tools, other).endswith("mlir-aie 1.4.0 is made with llvm-aie 21.0.0.2026072001+ce8c0f8f")
+    assert "has no `peano`" in build.unpinned(replace(tools, release="1.4.5"), PEANO)
+    built = []
+    monkeypatch.setattr(build, "tools", lambda: (tools, []))
+    monkeypatch.setattr(build, "_tool", lambda at, *command: other)
+    monkeypatch.setattr(build, "build_npu", lambda design, folder, t: built.append(design))
+    assert build_main(["small.i8.c1", "--out", str(tmp_path)]) == 0 and len(built) == 1
+    assert capsys.readouterr().err.startswith("note: clang version 21.0.0")

@@ -61,6 +61,34 @@ def test_signatures_say_where_they_were_read() -> None:
         assert guide or entry["page"].endswith("/references/python_api/"), f"{name}: no page of the reference"
 
 
+def range_(*args: Any, iter_args: Any = None, insert_yield: bool = True, **kwargs: Any) -> None:
+    """The signature of aie.iron.controlflow.range_ in 1.4.0."""
+
+
+def test_signatures_keep_what_is_given_by_name_only() -> None:
+    table = manifest()
+    assert iron._params(range_, bound=False) == table["function"]["range_"]["params"]
+    for params, calls in (
+        (iron._params(range_, bound=False), ("f(4)", "f(0, 4, 2)", "f(4, iter_args=[1], wide=1)")),
+        (["a", "*", "b", "c="], ("f(1, b=2)", "f(a=1, c=3, b=2)")),
+    ):
+        for call in calls:
+            iron._bind(*_bound(call, params))
+    for params, call, text in (
+        (["a", "*", "b", "c="], "f(1, 2)", "too many positional"),
+        (["a", "*", "b", "c="], "f(1)", "missing a required"),
+        (["*args", "iter_args="], "f(4, wide=1)", "unexpected keyword"),
+    ):
+        with pytest.raises(IronError, match=text):
+            iron._bind(*_bound(call, params))
+
+
+def _bound(call: str, params: list[str]) -> tuple[ast.Call, set[str], set[str], dict[str, Any]]:
+    node = ast.parse(call, mode="eval").body
+    assert isinstance(node, ast.Call)
+    return node, {"f"}, set(), {"release": "r", "function": {"f": {"params": params, "path": "p"}}, "method": {}}
+
+
 def _package(monkeypatch: pytest.MonkeyPatch, **changed: list[str]) -> None:
     """A package `aie` of empty functions with the manifest's signatures, except for those in `changed`."""
     table = iron.manifest()

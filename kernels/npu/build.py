@@ -8,9 +8,11 @@ aiecc. If a tool is missing, the message names it and nothing is built. --sim ma
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -26,9 +28,10 @@ from hybrid.kernels.npu.check import check, npu_limits
 from hybrid.kernels.npu.compile import cache_folder, define
 from hybrid.kernels.npu.design import Design, Kernel, Move
 from hybrid.kernels.npu.emitter import emit
-from hybrid.kernels.npu.iron import IronError, check_program, installed, manifest
+from hybrid.kernels.npu.iron import MANIFEST, IronError, check_program, installed, manifest
 
-# Flags of mlir-aie's own examples for AIE2 (programming_examples/makefile-common, PEANOWRAP2_FLAGS).
+# Flags of mlir-aie's own compilation for AIE2 (python/utils/compile/utils.py). The last one stands for a header that
+# aie_api includes for AMD's own compiler alone: Peano defines __AIENGINE__ too, and has no <adf.h>.
 PEANO_FLAGS = (
     "-O2",
     "-std=c++20",
@@ -38,17 +41,11 @@ PEANO_FLAGS = (
     "-Wno-macro-redefined",
     "-Wno-empty-body",
     "-DNDEBUG",
+    "-D__AIE_API_AIE_ADF_HPP__",
 )
 # Dynamic object fifos: attention's loops over key tiles count to numbers in memory, so their buffers cannot be
-# unrolled.
-AIECC_FLAGS = (
-    "--aie-generate-xclbin",
-    "--aie-generate-npu-insts",
-    "--no-compile-host",
-    "--no-xchesscc",
-    "--no-xbridge",
-    "--dynamic-objFifos",
-)
+# unrolled. iron.toml has what only some releases need.
+AIECC_FLAGS = ("--get-xclbin", "--get-npu-insts", "--get-core-elfs", "--dynamic-objFifos")
 
 
 CORE_FRAME = 256
@@ -58,13 +55,14 @@ CORE_FRAME = 256
 @dataclass(frozen=True, slots=True)
 class Tools:
     clang: Path
-    size: Path
     aiecc: Path
     include: Path
     """The wheel's include folder: aie_api, and aie_kernels with aie_kernel_utils.h."""
     peano: Path
     api: Mapping[str, Any] = field(default_factory=manifest)
     """Signatures of the installed package, that emitted programs are bound to before they run."""
+    release: str = ""
+    """Of the installed package, one of iron.toml's [build]."""
 
 
 def tools() -> tuple[Tools | None, list[str]]:
@@ -74,11 +72,9 @@ def tools() -> tuple[Tools | None, list[str]]:
     root, importable = _mlir_aie()
     peano = _peano()
     api: Mapping[str, Any] = release
+    version = _version()
     if root is None:
-        missing.append(
-            f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']}, or build "
-            f"{release['repository']} at {release['tag']}"
-        )
+        missing.append(f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']}")
     elif not importable:
         missing.append(f"Python package `aie` on the path: set PYTHONPATH={root / 'python'}, which has it")
     else:
@@ -86,12 +82,17 @@ def tools() -> tuple[Tools | None, list[str]]:
             api = installed()
         except IronError as error:
             missing.append(str(error))
+        if version not in release["build"]:
+            missing.append(
+                f"mlir_aie {' or '.join(release['build'])} ({version or 'no version'} is installed): its flags are in "
+                f"{MANIFEST.name}, [build]: pip install mlir_aie=={release['tag'][1:]} -f {release['wheels']}"
+            )
     aiecc = _aiecc(root)
     if aiecc is None:
         missing.append("aiecc.py on PATH: it is in the same wheel (mlir_aie/bin)")
     if peano is None:
         missing.append(
-            "Peano, clang++ for AIE2: pip install llvm-aie -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly, "
+            f"Peano, clang++ for AIE2: pip install llvm-aie=={release['build'][release['tag'][1:]]['peano']} -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly, "
             "or set PEANO_INSTALL_DIR"
         )
     include = root / "include" if root and (root / "include" / "aie_api" / "aie.hpp").exists() else None
@@ -101,12 +102,19 @@ def tools() -> tuple[Tools | None, list[str]]:
         missing.append(f"aie_kernel_utils.h: {include / 'aie_kernels'} of the wheel lacks it")
     if missing or peano is None or aiecc is None or include is None:
         return None, missing
-    return Tools(peano / "bin" / "clang++", peano / "bin" / "llvm-size", aiecc, include, peano, api), []
+    return Tools(peano / "bin" / "clang++", aiecc, include, peano, api, version), []
+
+
+def _version() -> str:
+    """The installed release of mlir-aie; empty where no wheel of it is."""
+    try:
+        return importlib.metadata.version("mlir_aie")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _mlir_aie() -> tuple[Path | None, bool]:
-    """The folder mlir_aie of the wheel (python/aie, include, bin), or an installation of a build; can `aie` be
-    imported?"""
+    """The folder mlir_aie of the wheel (python/aie, include, bin); can `aie` be imported?"""
     for name in ("aie", "mlir_aie"):
         spec = importlib.util.find_spec(name)
         for found in map(Path, (spec.submodule_search_locations or []) if spec else []):
@@ -143,6 +151,31 @@ def frame_bytes(usage: str, entries: Collection[str]) -> dict[str, int]:
     return {name: own + sum(frames.values()) for name, own in entry.items()}
 
 
+def compiler(t: Tools) -> str:
+    """What Peano says it is: its version and the commit of llvm-aie."""
+    return _tool(t.peano, str(t.clang), "--version").splitlines()[0]
+
+
+def unpinned(t: Tools, found: str) -> str:
+    """Why the compiler is not the one that the release was made with; empty where it is."""
+    pin = manifest()["build"][t.release].get("peano")
+    if pin is None:
+        return f'{found}: {MANIFEST.name}, [build."{t.release}"], has no `peano` to compare it with'
+    return "" if pin.partition("+")[2] in found else f"{found}: mlir-aie {t.release} is made with llvm-aie {pin}"
+
+
+def program_bytes(elf: bytes) -> int:
+    """Program memory that a linked core takes, from address 0 to the end of its code. ValueError for no such ELF."""
+    if elf[:6] != b"\x7fELF\x01\x01":
+        raise ValueError("not an ELF of 32 bits, little-endian")
+    (at,), (size, count) = struct.unpack_from("<I", elf, 32), struct.unpack_from("<HH", elf, 46)
+    headers = (struct.unpack_from("<6I", elf, at + i * size) for i in range(count))
+    code = [address + n for _, _, flags, address, _, n in headers if flags & 6 == 6]  # in memory, and executed
+    if not code:
+        raise ValueError("no section of it is code")
+    return max(code)
+
+
 def build_sim(design: Design, folder: Path) -> None:
     """Files of sim-npu1: the emitted program, and the sequence as data. SpecError where the design is over a limit."""
     check(design).demand()
@@ -174,10 +207,6 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
             "-o",
             kernel.object,
         )
-        text = int(_tool(work, str(t.size), kernel.object).splitlines()[1].split()[0])
-        limit = npu_limits().core.program_bytes
-        if limit is not None and text > limit.value:
-            raise RuntimeError(f"{kernel.object}: {text} bytes of code, a core has {limit.value}")
         _frames(design, kernel, work)
     program = emit(design)
     check_program(program, t.api)
@@ -187,14 +216,32 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
         work,
         str(t.aiecc),
         *AIECC_FLAGS,
+        *manifest()["build"][t.release]["aiecc"],
         f"--peano={t.peano}",
         "--xclbin-name=design.xclbin",
         "--npu-insts-name=design.bin",
         "design.mlir",
     )
-    write(
-        folder, design, manifest()["release"], (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes()
-    )
+    _fits(design, work)
+    builder = f"mlir-aie {t.release}, {compiler(t)}"
+    write(folder, design, builder, (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes())
+
+
+def _fits(design: Design, work: Path) -> None:
+    """Every linked core against the program memory: mlir-aie's linker script allows eight times as much.
+    RuntimeError where one is too long."""
+    cores = {p.name: p for p in work.rglob("elfs_*.elf")}  # aiecc keeps a copy among its intermediate files
+    if len(cores) != len(design.workers):
+        raise RuntimeError(f"{work}: aiecc wrote {len(cores)} linked cores (elfs_*.elf) of {len(design.workers)}")
+    limit = npu_limits().core.program_bytes
+    assert limit is not None
+    for path in cores.values():
+        try:
+            found = program_bytes(path.read_bytes())
+        except ValueError as error:
+            raise RuntimeError(f"{path}: {error}") from None
+        if found > limit.value:
+            raise RuntimeError(f"{path}: {found} bytes of program, a core has {limit.value}")
 
 
 def _frames(design: Design, kernel: Kernel, work: Path) -> None:
@@ -310,6 +357,8 @@ def _main(args: argparse.Namespace) -> int:
     found, missing = (None, []) if args.sim else tools()
     if missing:
         raise RuntimeError(f"no NPU toolchain, nothing was built (--sim needs none). Missing: {'; '.join(missing)}")
+    if found is not None and (other := unpinned(found, compiler(found))):
+        print(f"note: {other}; it is recorded with what is built", file=sys.stderr)
     for name, make in makers.items():
         design = make()
         try:

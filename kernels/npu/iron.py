@@ -37,30 +37,40 @@ def installed() -> dict[str, Any]:
             where, _, cls = entry[at].rpartition(".") if kind == "method" else (entry[at], "", "")
             try:
                 owner = importlib.import_module(where)
-                value = getattr(getattr(owner, cls) if cls else owner, name)
-            except (ImportError, AttributeError) as error:
+                params = _params(getattr(getattr(owner, cls) if cls else owner, name), bound=kind == "method")
+            except (ImportError, AttributeError, ValueError) as error:  # ValueError: a builtin without a signature
                 raise IronError(
                     f"the installed package aie is not {table['release']}: {entry[at]}: {name}: {error}"
                 ) from None
-            found[kind][name] = {**entry, "params": _params(value, bound=kind == "method")}
+            found[kind][name] = {**entry, "params": params}
     return found
 
 
 def _params(value: Any, bound: bool) -> list[str]:
     """A signature in the manifest's form; `bound`: without the first parameter, the object."""
-    listed = list(inspect.signature(value).parameters.values())[1 if bound else 0 :]
-    named = [p for p in listed if p.kind is not p.VAR_KEYWORD]
-    return [
-        f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name if p.default is p.empty else f"{p.name}=" for p in named
-    ]
+    made: list[str] = []
+    for p in list(inspect.signature(value).parameters.values())[1 if bound else 0 :]:
+        if p.kind is p.KEYWORD_ONLY and not any(m.startswith("*") for m in made):
+            made.append("*")
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+        made.append(f"{stars}{p.name}{'' if stars or p.default is p.empty else '='}")
+    return made
 
 
 def signature(params: list[str]) -> inspect.Signature:
-    """`name` is required, `name=` may be left out, `*name` takes any number."""
-    made = []
+    """As Python writes it: `name` is required, `name=` may be left out, what follows `*` or `*name` is given by name,
+    `**name` takes any other name."""
+    made, kinds = [], inspect.Parameter
+    plain: Any = kinds.POSITIONAL_OR_KEYWORD
     for p in params:
-        kind = inspect.Parameter.VAR_POSITIONAL if p[0] == "*" else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        made.append(inspect.Parameter(p.strip("*="), kind, default=None if p[-1] == "=" else inspect.Parameter.empty))
+        stars = len(p) - len(p.lstrip("*"))
+        if p != "*":
+            own = (plain, kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)[stars]
+            made.append(
+                inspect.Parameter(p.strip("*="), own, default=None if p[-1] == "=" else inspect.Parameter.empty)
+            )
+        if stars == 1:
+            plain = kinds.KEYWORD_ONLY
     return inspect.Signature(made)
 
 
