@@ -9,13 +9,14 @@ import pytest
 from hybrid.kernels.npu.check import npu_limits
 from hybrid.perf.npu import attention as npu_attention
 from hybrid.perf.npu.__main__ import main
-from hybrid.perf.npu.cycles import Product, fit, measured, rates, residuals, rows, run_times, step_cycles
+from hybrid.perf.npu.cycles import Product, fit, measured, rates, residuals, rows, run_times, slower, step_cycles
 from hybrid.perf.npu.host import Instant, figures, host_ms, measure, switch_ms
-from hybrid.perf.npu.pipeline import SHIPPED, WAYS, gain, makespan
+from hybrid.perf.npu.pipeline import SHIPPED, WAYS, gain, makespan, span
 from hybrid.perf.npu.pipeline import table as pipeline_table
 from hybrid.perf.npu.placement import MODELS, on_npu, placement, placement_table, switches
 from hybrid.spec.devicesheet import find_sheet
-from hybrid.spec.schedule import SCHEDULES, load_schedule
+from hybrid.spec.model import load_models
+from hybrid.spec.schedule import SCHEDULES, find_schedule, load_schedule
 
 
 def test_three_measurements_are_fitted_and_stand_in_the_sheets() -> None:
@@ -27,14 +28,30 @@ def test_three_measurements_are_fitted_and_stand_in_the_sheets() -> None:
 
 
 def test_held_out_measurements_are_predicted_within_a_quarter() -> None:
-    held = [row for row in rows() if not row.fitted]
+    held = [row for row in rows() if not row.fitted and not row.stock]
     assert (
         len(held) >= 2
         and {row.unit for row in held} == {"MAC/cycle", "TOPS"}
         and {row.source for row in held} == {"taka", "ignite"}
     )
     assert all(abs(row.error) < 0.25 for row in held), [(row.name, row.error) for row in held if abs(row.error) >= 0.25]
-    assert all("arXiv" in s["text"] or "docs/" in s["text"] for s in measured()["source"].values())
+    assert all(
+        any(where in s["text"] for where in ("arXiv", "docs/", "results/")) for s in measured()["source"].values()
+    )
+
+
+def test_the_stock_design_is_slower_than_modelled() -> None:
+    """Every published run of mlir-aie's own design counts, whatever the model makes of it; with tiles as the shipped
+    product's, 2.05 TOPS of 5.73 and 4.60 of 5.44 and the like."""
+    stock = [row for row in rows() if row.stock]
+    assert len(stock) == 38 and all(row.error > 0.17 for row in stock)
+    assert slower() == pytest.approx((1.173, 5.657), abs=0.001) and slower(64, 64) == pytest.approx(
+        (1.173, 1.760), abs=0.001
+    )
+    assert len([row for row in stock if row.tile == (64, 64, 64)]) == 10
+    (run,) = [row for row in stock if row.name == "i8 -> i32 16x64x64, 128x4096x4096"]
+    assert run.measured == pytest.approx(1.0915, abs=0.0006) and run.modelled > 2 * run.measured
+    assert "38 runs: 1.17 to 5.66 times" in residuals() and "64 columns 1.17 to 1.76" in residuals()
 
 
 def test_each_term_can_bound_a_run() -> None:
@@ -108,7 +125,6 @@ def test_peaks_follow_from_the_rates(name: str) -> None:
     assert sheet.peak.int8_tops.value == pytest.approx(
         2e-3 * cores * npu.rates.macs_i8.value * npu.rates.clock_ghz.value, rel=0.01
     )
-    assert all(r.error < 0.25 for r in rows())
 
 
 @pytest.mark.slow
@@ -143,7 +159,7 @@ def test_the_host_is_in_the_gain_and_named() -> None:
     )
     for text in (pipeline_table(), placement_table()):
         assert figures()["machine"]["text"] in text
-    assert "not a Ryzen" in figures()["machine"]["text"] and "issue 1187" in figures()["switch"]["source"]
+    assert "not a Ryzen" in figures()["machine"]["text"] and switch_ms() == 0.748
 
 
 def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> None:
@@ -157,10 +173,18 @@ def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> No
     assert switches(("qkv", "gate_up"), "27b") == {"qkv": 0.0, "gate_up": 0.0}
 
 
+def test_four_bit_codes_multiply_at_the_rate_that_was_measured() -> None:
+    """Hardly above int8's, so that halving the instructions saves little: 270 a cycle of the 512 of an instruction."""
+    r = rates()
+    q4, q8 = (step_cycles(Product((64, 128, 64), (512, 4096, 4096), name, issue=0.8), r) for name in ("q4_0", "i8"))
+    at = r.model_copy(update={"macs_i8_i4": r.macs_i8})
+    assert 0.9 * q8 < q4 and step_cycles(Product((64, 128, 64), (512, 4096, 4096), "q4_0", issue=0.8), at) > q4
+
+
 @pytest.mark.slow
-def test_shipped_schedules_use_placements_that_gain() -> None:
-    """Every shipped schedule with steps on the NPU is modelled, and 27B gains by it, host work included; placements
-    that are not shipped do not, or gain less."""
+def test_a_schedule_with_the_npu_is_asked_for_since_it_may_lose() -> None:
+    """Every shipped schedule with steps on the NPU is modelled. 27B gains most by it, host work included; where the range
+    of published runs reaches below 1, it is no family's default."""
     names = {"blk.{l}.ffn_down (prefill)": "down"}
     found = {}
     for path in SCHEDULES.glob("*.toml"):
@@ -170,7 +194,14 @@ def test_shipped_schedules_use_placements_that_gain() -> None:
     assert found == SHIPPED
     gains = {parts: gain("27b", 8, parts=parts).over_gpu for parts in WAYS}
     assert gains["down",] > 1.05 and max(gains, key=lambda parts: gains[parts]) == ("down",)
-    assert "e2b: nothing is gained" in pipeline_table()
+    least, most = span("27b", 8, 512, ("down",))
+    assert least == pytest.approx(0.78, abs=0.005) and most == pytest.approx(1.353, abs=0.005)
+    families = {m.model.family for m in load_models().values()}
+    assert least < 1 and len(families) > 1 and not any("npu" in find_schedule(f).elsewhere for f in families)
+    text = pipeline_table()
+    assert "27b: at most 1.14 x, with down there, between 0.78 and 1.35: a loss is possible" in text
+    assert "e2b: at most 0.92 x" in text and text.count("nothing is gained") == 1
+    assert "between 0.8 and 1.35" in (SCHEDULES / "gemma3-hybrid.toml").read_text()
 
 
 def test_the_assumptions_of_predictions_are_listed() -> None:

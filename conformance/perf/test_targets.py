@@ -34,6 +34,7 @@ BY_HAND = {
     "27b-first-100ms": ("no", "171 ms"),
     "27b-first-500ms": ("yes", "cached prefix"),
     "npu-2gb": ("no", "gemma3-1b"),
+    "27b-npu-down": ("by means", "1.14 times as quick, between 0.8 and 1.35"),
     "parallel-queues": ("by means", "+31.0 %"),
     "sparse-attention": ("by means", "+7."),
     "27b-draft-igpu": ("by means", "8.31 with k=4 at a=0.6"),
@@ -50,7 +51,7 @@ def judged():
 
 
 def test_every_target_has_a_verdict(judged):
-    assert len(targets.load_targets()) == 28 and len(judged) == (28 if LONG else 25)
+    assert len(targets.load_targets()) == 29 and len(judged) == (29 if LONG else 26)
     for row in judged.values():
         assert row.verdict and row.how and row.bound and row.modelled
 
@@ -87,6 +88,7 @@ def test_a_device_that_shares_its_memory_with_nothing_is_judged_too():
         for t in targets.load_targets()
         if t.kind in ("means", "bytes")
     }
+    assert answers["27b-npu-down"].verdict == "no" and "no NPU shares" in answers["27b-npu-down"].how
     assert answers["parallel-queues"].verdict == "no" and "no second engine" in answers["parallel-queues"].how
     assert answers["27b-11-at-25gb"].verdict == "yes"
     assert (

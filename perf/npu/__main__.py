@@ -1,6 +1,6 @@
 """python -m perf.npu: modelled times of NPU designs, and the model's residuals against published measurements.
 
-python -m perf.npu                    the residuals: three measurements fitted, the others predicted
+python -m perf.npu                    the residuals: three measurements fitted, others predicted, others far off
 python -m perf.npu --fit              the parameters that the three give (they stand in the device sheets)
 python -m perf.npu --designs          every product among the shipped designs, by what bounds it
 python -m perf.npu --attention        attention with scores in bfloat16 and in int8

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid.perf.npu.cycles import slower
 from hybrid.perf.npu.host import figures, host_ms
 from hybrid.perf.npu.placement import MODELS, on_gpu, on_npu, switches
 from hybrid.spec.devicesheet import find_sheet
@@ -29,7 +30,9 @@ WAYS: tuple[tuple[str, ...], ...] = (
 )
 """Steps of prefill that a schedule might place on the NPU."""
 SHIPPED = {"gemma3-hybrid": ("down",)}
-"""What the shipped schedules do place there (test_npu_cycles.py compares)."""
+"""What the shipped schedules do place there (test_npu_cycles.py compares). None is a family's default: span()."""
+GPU_SLOWER = 1.5
+"""The rate of products on the iGPU is an assumption of its sheet; so many times slower is taken to be possible."""
 GLOBAL = 6  # every so many layers sees the whole context
 
 
@@ -89,11 +92,30 @@ def between(width: int, ffn: int, rows: int) -> dict[str, float]:
     }
 
 
+def span(model: str, chunks: int, tokens: int, parts: tuple[str, ...]) -> tuple[float, float]:
+    """How many times as quick as the iGPU alone at worst and at best: with runs of the NPU as modelled or as far above
+    it as the slowest published one of tiles like these, and the iGPU as assumed or slower."""
+    found = [
+        gain(model, chunks, tokens, parts=parts, npu=npu, gpu=gpu).over_gpu
+        for npu in (1.0, slower(64, 64)[1])
+        for gpu in (1.0, GPU_SLOWER)
+    ]
+    return min(found), max(found)
+
+
 def gain(
-    model: str, chunks: int = 8, tokens: int = 512, lanes: int = 2, parts: tuple[str, ...] = WAYS[-1], host: bool = True
+    model: str,
+    chunks: int = 8,
+    tokens: int = 512,
+    lanes: int = 2,
+    parts: tuple[str, ...] = WAYS[-1],
+    host: bool = True,
+    npu: float = 1.0,
+    gpu: float = 1.0,
 ) -> Gain:
     """A prompt of `chunks` passes of `tokens` rows with `parts` of each layer on the NPU. Global layers see every
-    position so far, local ones a window. host: with the host's work and changes of fabric."""
+    position so far, local ones a window. host: with the host's work and changes of fabric. npu, gpu: times of runs and
+    of the iGPU's steps over those modelled."""
     layers, matrices = MODELS[model]
     sizes = {part: (k, n) for part, k, n in matrices}
     rest = between(sizes["qkv"][0], sizes["down"][0], tokens)
@@ -108,17 +130,18 @@ def gain(
         found: list[tuple[str, float]] = []
         for layer in range(layers):
             seen = 0 if layer % GLOBAL == GLOBAL - 1 else window
-            gpu = 0.0
+            queued = 0.0
             for part in ORDER:
-                here = on_gpu(part, model, tokens, c * tokens, seen)
+                here = gpu * on_gpu(part, model, tokens, c * tokens, seen)
                 alone += rest[part] + here
-                gpu += rest[part]
+                queued += rest[part]
                 if part in parts:
-                    found += [("gpu", gpu), ("npu", _npu(part, model, tokens, c * tokens, seen) + extra[part])]
-                    gpu = 0.0
+                    run = npu * _npu(part, model, tokens, c * tokens, seen) + extra[part]
+                    found += [("gpu", queued), ("npu", run)]
+                    queued = 0.0
                 else:
-                    gpu += here
-            found.append(("gpu", gpu))
+                    queued += here
+            found.append(("gpu", queued))
         passes.append(tuple(found))
     share = {d: sum(s for p in passes for device, s in p if device == d) for d in ("npu", "gpu")}
     return Gain(model, tokens, chunks, makespan(passes, 1), makespan(passes, lanes), share["npu"], share["gpu"], alone)
@@ -138,25 +161,27 @@ def table(tokens: int = 512) -> str:
     lines = [
         "modelled, never measured: a prompt in chunks, two in flight, with these steps of prefill on the NPU; how many times as",
         "quick as the iGPU alone, without the host's work and with it. NPU busy: with it. Above 1 something is gained.",
+        f"From, to: with it, runs up to {slower(64, 64)[1]:.2f} times as long as modelled (the slowest published one with such "
+        f"tiles), an iGPU up to {GPU_SLOWER} times slower than its sheet assumes.",
         f"Host: measured, {figures()['machine']['text']}.",
         f"{'model':<6}{'prompt':>7}  {'on the NPU':<34}{'iGPU alone s':>13}{'in flight s':>12}{'without':>9}{'with':>7}"
-        f"{'NPU busy':>10}",
+        f"{'NPU busy':>10}{'from':>7}{'to':>6}",
     ]
-    best: dict[str, tuple[float, tuple[str, ...]]] = {}
+    best: dict[str, tuple[float, tuple[str, ...], tuple[float, float]]] = {}
     for model in MODELS:
         for chunks in (2, 8):
             for parts in WAYS:
                 bare, g = (gain(model, chunks, tokens, parts=parts, host=h) for h in (False, True))
-                best[model] = max(best.get(model, (0.0, ())), (g.over_gpu, parts))
+                ends = span(model, chunks, tokens, parts)
+                best[model] = max(best.get(model, (0.0, (), ends)), (g.over_gpu, parts, ends))
                 lines.append(
                     f"{model:<6}{g.chunks * tokens:>7}  {', '.join(parts):<34}{g.gpu_alone:>13.2f}{g.in_flight:>12.2f}"
-                    f"{bare.over_gpu:>9.2f}{g.over_gpu:>7.2f}{g.npu / g.in_flight:>10.0%}"
+                    f"{bare.over_gpu:>9.2f}{g.over_gpu:>7.2f}{g.npu / g.in_flight:>10.0%}{ends[0]:>7.2f}{ends[1]:>6.2f}"
                 )
-    for model, (over, parts) in best.items():
-        gained = (
-            f"at most {over:.2f} x, with {', '.join(parts)} there" if over > 1 else "nothing is gained by any of these"
-        )
-        lines.append(f"{model}: {gained}")
+    for model, (over, parts, (least, most)) in best.items():
+        where = f"{over:.2f} x, with {', '.join(parts)} there, between {least:.2f} and {most:.2f}"
+        risk = "nothing is gained" if over <= 1 else "a loss is possible" if least < 1 else "a gain"
+        lines.append(f"{model}: at most {where}: {risk}")
     lines.append(
         "With all four products there the prompt takes longer than on the iGPU alone: overlap hides the smaller share."
     )

@@ -25,6 +25,7 @@ from hybrid.cli import Parser, UsageError, amount, run, size
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_bytes
 from hybrid.perf.acceptance import pairs
+from hybrid.perf.npu.pipeline import SHIPPED, gain, span
 from hybrid.perf.record.schema import nearest_run
 from hybrid.perf.roofline.model import bandwidth, estimate, modelled_sheet, rate
 from hybrid.perf.roofline.work import subject
@@ -62,7 +63,7 @@ class Target(Model):
     context: int = 256
     want: Annotated[float, Field(gt=0)] | None = None
     bytes: int | None = None
-    means: Literal["none", "no_attention", "both_engines", "mixture", "draft", "lookup"] | None = None
+    means: Literal["none", "no_attention", "both_engines", "mixture", "draft", "lookup", "npu_down"] | None = None
     on: str | None = None
     """means = "draft": the sheet of the device that drafts; None: the model's own."""
     note: str = ""
@@ -250,6 +251,8 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
 def _means(t: Target, sheet: DeviceSheet) -> Answer:
     if t.means in ("draft", "lookup"):
         return _speculation(t, sheet)
+    if t.means == "npu_down":
+        return _placement(t, sheet)
     config = Config(t.model, "q4_0", 1, t.context)
     work = model_of(config.model, config.dtype, sheet).decode(1, t.context)
     before = estimate(work, sheet, "ceiling").tokens_per_second
@@ -272,6 +275,16 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
         else ""
     )
     return Answer("by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s")
+
+
+def _placement(t: Target, sheet: DeviceSheet) -> Answer:
+    """A long prompt with the schedule gemma3-hybrid, beside the iGPU alone."""
+    if sheet.device.shares is None or sheet.device.shares != find_sheet("phoenix-npu").device.shares:
+        return Answer("no", "no NPU shares this device's memory", "NPU", "-")
+    model, chunks, tokens, parts = t.model.removeprefix("gemma3-"), 8, 512, SHIPPED["gemma3-hybrid"]
+    g, (least, most) = gain(model, chunks, tokens, parts=parts), span(model, chunks, tokens, parts)
+    how = f"a prompt of {chunks * tokens} tokens {g.over_gpu:.2f} times as quick, between {least:.1f} and {most:.2f}"
+    return Answer("by means", how, "NPU", f"{g.gpu_alone:.3g} -> {g.in_flight:.3g} s")
 
 
 def _speculation(t: Target, sheet: DeviceSheet) -> Answer:
