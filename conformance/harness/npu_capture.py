@@ -1,10 +1,10 @@
 """python -m hybrid.harness.npu_capture FILE: run every NPU case on a real device and write one file; --compare reads
 such a file.
 
-Vectors from silicon: 0. No capture from an NPU exists yet. For each case the file holds its text (which reproduces it
-on any machine), the digest of each output and the outputs; and the device's name, clock, driver and firmware, and the
-digests of kernels and designs. --compare computes the cases in the simulator and prints the outputs that differ, and by
-how much.
+No capture from an NPU exists yet. For each case the file holds its text (which reproduces it on any machine), the digest
+of each output and the outputs; and the device's name, clock, driver and firmware, the digests of kernels and designs,
+and the release and compiler that built them. --compare computes the cases in the simulator and prints the outputs that
+differ, and by how much.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def capture(device: NpuDevice, file: Path, only: str = "") -> int:
         "machine": machine(device),
         "entries": entries,
         "designs": {n: fabric_digest(m()) for n, m in shipped().items()},
+        "builders": sorted({json.loads(p.read_text())["builder"] for p in device.host.folder.glob("*.json")}),
     }
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("capture.json", json.dumps(head, indent=1))

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 
 from hybrid.harness.npu_capture import cases, digest, main
+from hybrid.kernels.npu import device as npu_device
+from hybrid.kernels.npu.artefact import ArtefactError
+from hybrid.kernels.npu.designs import shipped
+from hybrid.kernels.npu.device import NpuDevice
 from hybrid.spec import load_ops
 
 
@@ -26,6 +30,7 @@ def test_a_capture_compares_equal_and_a_changed_one_does_not(
         content = {n: box.read(n) for n in box.namelist()}
     head = json.loads(content["capture.json"])
     assert head["simulated"] and "amdxdna" in head["machine"] and "27b.down.i8" in head["designs"]
+    assert head["builders"] == ["sim-npu1"]
     name = next(n for n in content if n.endswith("y.npy"))
     array = np.load(io.BytesIO(content[name])).copy()
     array[0, 0] += 1
@@ -38,6 +43,20 @@ def test_a_capture_compares_equal_and_a_changed_one_does_not(
             for n, data in (content | {name: stream.getvalue(), "capture.json": json.dumps(head).encode()}).items():
                 box.writestr(n, data)
         assert main([str(file), "--compare"]) == 1
+
+
+def test_a_design_that_cannot_be_built_fails_its_own_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As an artefact's error, which a capture notes and goes on from: a tool's exit is no end of the command."""
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("core_0_2.elf: 17000 bytes of program, a core has 16384")
+
+    monkeypatch.setattr(npu_device, "tools", lambda: (object(), []))
+    monkeypatch.setattr(npu_device, "build_npu", refused)
+    device = NpuDevice("sim", folder=tmp_path)
+    with pytest.raises(ArtefactError, match=r"_c1 is not built: core_0_2.elf: 17000 bytes"):
+        device._build(shipped()["small.i8.c1"]())
+    device.close()
 
 
 def test_without_hardware_nothing_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,10 @@ class NpuDevice(HostDevice):
         toolchain, lacks = tools()
         if toolchain is None:
             raise ArtefactError(f"{design.name} is not built, and the toolchain is not whole: {'; '.join(lacks)}")
-        build_npu(design, self.host.folder, toolchain)
+        try:
+            build_npu(design, self.host.folder, toolchain)
+        except RuntimeError as error:
+            raise ArtefactError(f"{design.name} is not built: {error}") from error
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Execute designs. NpuError for a run that fails, ArtefactError for a design that is not built."""
