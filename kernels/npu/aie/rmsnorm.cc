@@ -23,7 +23,7 @@ namespace {
 // 1 / sqrt(x) of a normal number, within a few units of its last place, by three Newton steps from a first guess of 5 bits.
 // aie::invsqrt(float) divides by sqrtf, which the core's C library lacks.
 float inverse_root(float x) {
-    uint32 bits;
+    unsigned bits;
     __builtin_memcpy(&bits, &x, sizeof bits);
     bits = 0x5f3759df - (bits >> 1);
     float y;
