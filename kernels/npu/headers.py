@@ -20,16 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.cli import Parser, run
+from hybrid.kernels.npu.build import PEANO_FLAGS
 from hybrid.kernels.npu.catalogue import AIE, entries
 from hybrid.kernels.npu.compile import HOSTAPI, define, gxx
 
 STUBS = HOSTAPI / "intrinsics.h"
 # AIE2, and a version of its model whose features mlir-aie's compiler has: concatenation of 128 bits, byte shifts,
-# bfloat16.
+# bfloat16. Peano defines __AIENGINE__ by itself; what the build defines beside it counts here too.
 FLAGS = (
     "-std=c++20",
     "-D__AIE_ARCH__=20",
     "-D__AIE_MODEL_VERSION__=10500",
+    "-D__AIENGINE__",
+    *(flag for flag in PEANO_FLAGS if flag.startswith("-D")),
     "-fsyntax-only",
     "-fpermissive",
     "-fmax-errors=0",
