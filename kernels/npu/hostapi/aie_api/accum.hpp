@@ -111,7 +111,7 @@ inline float normed(double sum, bool nan) {
 
 // bf16 products into a float32 accumulator: all terms are aligned to the largest exponent among them, each is rounded to 24
 // bits there, ties to even, and their sum is exact. A product's exponent is the sum of its factors', so its largest bit may
-// stand one above. Only the sum overflows. These are the bits that were seen on a Phoenix NPU.
+// stand one above. Only the sum overflows. So a Phoenix NPU was seen to add: ignite-xdna, bf16_mac_position_probe_npu.
 template <unsigned K> float aligned_sum(float start, const operand *a, const operand *b) {
     const operand first(start);
     std::array<double, K> terms;
