@@ -45,6 +45,21 @@ if rough.wanted():
     rough.install()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A run on modules of other sources would prove the wrong kernels."""
+    if hasattr(session.config, "workerinput"):
+        return
+    from hybrid.kernels.vulkan.build import RENEW, BuildError, stale
+
+    try:
+        old = stale()
+    except BuildError as error:
+        raise pytest.UsageError(str(error)) from None
+    if old:
+        more = f" and {len(old) - 1} more" if len(old) > 1 else ""
+        raise pytest.UsageError(f"kernels/vulkan/spirv: {old[0]}{more} was built from other sources: run {RENEW}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     apply_expected(items)
     if QUICK:

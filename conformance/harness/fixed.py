@@ -10,7 +10,7 @@ from dataclasses import replace
 from hybrid.core.dtypes import DTYPES
 from hybrid.harness.cases import Case, context
 from hybrid.harness.kinds import STYLE, TOGETHER
-from hybrid.harness.sizes import attribute_choices, base_bind, complete, granule, rounded_up, tile_of, whole
+from hybrid.harness.sizes import attributes, base_bind, complete, granule, rounded_up, tile_of, whole
 from hybrid.spec import OpSpec
 from hybrid.spec.axes import roles
 from hybrid.spec.expr import Expr
@@ -26,7 +26,7 @@ def edge_cases(
     `choices`), or each with the start-th one that supports it."""
     choices = choices or spec.dtype_choices(backend)
     excepted = spec.backend(backend).except_edges
-    for i, text in enumerate(spec.edge.cases):
+    for i, text in enumerate(spec.edges):
         if text in excepted:
             continue
         target, value = (p.strip() for p in text.split("=", 1))
@@ -39,13 +39,12 @@ def edge_cases(
                 else Expr(value).eval({**bind, "tile": tile_of(spec, target)})
             )
             bind[target] = int(size)
-        dtypes = next(
-            c
-            for c in _suited(spec, choices, target, value, i if start is None else start)
-            if all(bind[a] % granule(spec, a, c) == 0 for a in fixed)
-        )
+        suited = _suited(spec, choices, target, value, i if start is None else start)
+        dtypes = next((c for c in suited if all(bind[a] % granule(spec, a, c) == 0 for a in fixed)), None)
+        if dtypes is None:  # none has blocks of this size
+            continue
         bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
-        attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
+        attrs = attributes(spec, bind, i if target in spec.axes else 0)
         if target in spec.attributes:
             number = Expr(value).eval({**bind, **attrs})
             attrs[target] = int(number) if spec.attributes[target].type == "int" else float(number)
@@ -125,11 +124,13 @@ def _bytes(spec: OpSpec, case: Case, name: str) -> int:
 def variant(
     spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], seed: int, fixed: frozenset[str] = frozenset()
 ) -> Case:
-    """A case of these sizes with the usual attributes and one dead row."""
+    """A case of these sizes, with the attributes of turn `seed` and one dead row."""
     bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
-    attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
-    if "window" in attrs and seed % 2:
-        attrs["window"] = 1 + context(bind) // 2
+    attrs = attributes(spec, bind, seed)
+    if "window" in attrs:
+        attrs["window"] = 1 + context(bind) // 2 if seed % 2 else 0
+    if "sparsity" in attrs:  # sparse rows have their own kernels (dtype_cases)
+        attrs["sparsity"] = 0.0
     case = whole(spec, bind, dtypes, attrs, seed=seed)
     return replace(case, rows=max(1, case.rows - 1), outs=max(1, case.outs - 1))
 

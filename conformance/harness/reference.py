@@ -30,6 +30,12 @@ def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) ->
     middle = {"h_dtype": case.dtypes["h"]} if "h" in spec.scratch else {}
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         results = ORACLE[case.op](**args, **case.attrs, **middle, real=np.float64)
+        if not isinstance(results, tuple) or len(results) != len(spec.outputs):
+            what = f"a tuple of {len(results)}" if isinstance(results, tuple) else type(results).__name__
+            raise TypeError(
+                f"{ORACLE[case.op].__module__}.{case.op} returned {what}: return a tuple of {len(spec.outputs)}, "
+                f"one array for each of {', '.join(spec.outputs)}"
+            )
         refs = dict(zip(spec.outputs, results, strict=True)) | state
         refs |= {n: _made(case, n, args, {})[0] for n in spec.scratch}
     return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes, matrices)

@@ -12,21 +12,23 @@ from hybrid.harness.cases import Case, context, one_row_per_slot, takes_runs
 from hybrid.spec import OpSpec, SpecError
 from hybrid.spec.axes import roles
 
-EPS = [1e-6, 1e-5]
-
 
 def attribute_choices(spec: OpSpec, name: str, bind: Mapping[str, int]) -> list[Any]:
     """Values worth drawing for an attribute, the usual one first."""
     a = spec.attributes[name]
-    if a.draw:
-        kind = int if a.type == "int" else float
-        return [kind(value.eval(bind)) for value in a.draw]
-    if name == "eps":
-        return EPS
-    choices = list(a.values or ()) or ([a.default] if a.default is not None else [])
-    if not choices:
-        raise LookupError(f"{spec.file}: attributes.{name} has neither values nor a default; add draw = [...]")
-    return choices
+    if not a.draw:
+        return list(a.values or ())
+    kind = int if a.type == "int" else float
+    return [kind(value.eval(bind)) for value in a.draw]
+
+
+def attributes(spec: OpSpec, bind: Mapping[str, int], turn: int = 0) -> dict[str, Any]:
+    """A value for each attribute: the usual ones at turn 0, others at the next turns."""
+    found = {}
+    for k, name in enumerate(spec.attributes):
+        choices = attribute_choices(spec, name, bind)
+        found[name] = choices[(turn + k * (turn > 0)) % len(choices)]
+    return found
 
 
 def sizes(spec: OpSpec, name: str, dtypes: Mapping[str, str]) -> list[int]:
@@ -38,8 +40,8 @@ def sizes(spec: OpSpec, name: str, dtypes: Mapping[str, str]) -> list[int]:
     wanted = {axis.min, step, 2 * step, 3 * step, 5 * step, 7 * step, most, role.prime or step}
     if axis.role == "block_size":  # some devices want powers of two
         wanted |= {4, 8, 16}
-    wanted |= {tile - step, tile, tile + step, 2 * tile + step} if tile else set()
-    return sorted(n for n in wanted if axis.min <= n <= most and n % step == 0)
+    edges = {n for n in (tile - step, tile, tile + step, 2 * tile + step) if tile and n <= axis.max}
+    return sorted(n for n in wanted | edges if axis.min <= n <= max(most, *edges, 0) and n % step == 0)
 
 
 def granule(spec: OpSpec, axis: str, dtypes: Mapping[str, str]) -> int:

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 
 
 class SpecError(ValueError):
-    """A declaration, or a use of one, is wrong. The message is one line: `file: key: what is wrong, and the fix`."""
+    """A declaration, or a use of one, is wrong. The message is one line: `file: key: what is wrong, and the fix`.
+    more: lines for the other problems of the same file."""
+
+    def __init__(self, message: str, more: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.more = tuple(more)
 
 
 class DeviceLost(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -69,25 +70,25 @@ def _check(args: argparse.Namespace) -> int:
     ]
     if not names:
         raise SpecError(f"{SPECS_DIR / 'ops'}: holds no operation specs (*.toml)")
-    errors: dict[str, str | None] = {}
+    errors: dict[str, list[str]] = {}
     fitting: list[int] = []  # workloads of each valid operation
     schedules: list[str] = []
     for name in names:
         try:
             if _is_schedule(name):
                 schedules.append(_described(Path(name)))
-                errors[shown_path(Path(name))] = None
+                errors[shown_path(Path(name))] = []
             else:
                 spec = load_op(name)
                 fitting.append(len(spec.workload))
-                errors[spec.file] = None
+                errors[spec.file] = []
         except SpecError as e:
-            errors[str(name)] = str(e)
-    bad = [e for e in errors.values() if e is not None]
+            errors[str(name)] = [str(e).removesuffix(f" (and {len(e.more)} more)"), *e.more]
+    bad = [found for found in errors.values() if found]
     if args.json:
         print(json.dumps(errors, indent=2))
     else:
-        for line in bad:
+        for line in itertools.chain(*bad):
             print(f"error: {line}", file=sys.stderr)
         counts = [f"{len(fitting)} operation specs are sound, {sum(fitting)} workloads fit"]
         counts += [f"{len(schedules)} schedules are sound: {', '.join(schedules)}"] if schedules else []

@@ -68,7 +68,7 @@ def _operation(o: OpSpec) -> str:
     parts += [_rules(o), _numerics(o)]
     parts.append(f"Cost: `{o.cost.flops}` operations, `{o.cost.bytes}` bytes.\n")
     parts.append(_requirements(o))
-    parts.append("Edge cases: " + ", ".join(f"`{c}`" for c in o.edge.cases) + ".\n")
+    parts.append("Edge cases: " + ", ".join(f"`{c}`" for c in o.edges) + ".\n")
     rows = [_workload(o, w) for w in o.workload]
     parts.append(_table("workload, axes, dtypes, operations, bytes, operations/byte", rows))
     return "\n".join(p for p in parts if p)

@@ -274,7 +274,8 @@ class Attribute(Model):
     default: Scalar | None = None
     """None: required in every step."""
     draw: tuple[Expr, ...] = ()
-    """Values for conformance tests, the usual one first: numbers, or expressions over the axes."""
+    """Values for conformance tests, the usual one first, at least two: numbers, or expressions over the axes. Default:
+    `values`."""
 
 
 class Constraints(Model):

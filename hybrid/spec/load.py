@@ -81,7 +81,8 @@ def validate(file: str, data: dict[str, Any], model: type[M]) -> M:
     try:
         return model.model_validate(_tuples(data), context={"file": file})
     except ValidationError as e:
-        raise SpecError(one_line(file, e, model)) from None
+        first, *more = problems(file, e, model)
+        raise SpecError(first + (f" (and {len(more)} more)" if more else ""), more) from None
 
 
 def shown_path(path: Path) -> str:
@@ -91,12 +92,13 @@ def shown_path(path: Path) -> str:
     return str(path) if root is None else place.relative_to(root).as_posix()
 
 
-def one_line(file: str, error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a ValidationError. Unknown keys come first, since a misspelt key is also a missing one."""
-    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    key, text = _problem(dict(problems[0]), model)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return " ".join(f"{file}: {key + ': ' if key else ''}{text}{more}".split())
+def problems(file: str, error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """A line for each problem of a ValidationError. Unknown keys come first: a misspelt key is also a missing one."""
+    lines = []
+    for found in sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden"):
+        key, text = _problem(dict(found), model)
+        lines.append(" ".join(f"{file}: {key + ': ' if key else ''}{text}".split()))
+    return lines
 
 
 def _problem(e: dict[str, Any], model: type[BaseModel]) -> tuple[str, str]:

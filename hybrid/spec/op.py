@@ -96,6 +96,13 @@ class OpSpec(Asked):
         return value
 
     @property
+    def edges(self) -> tuple[str, ...]:
+        """For each tiled axis a whole tile and one step more, and the declared edge cases."""
+        tiled = [a for a in self.axes if any(a in b.tile for b in self.backends.values())]
+        implied = [f"{a}={size}" for a in tiled for size in ("tile", f"tile+{self.axes[a].multiple_of}")]
+        return tuple(dict.fromkeys((*implied, *self.edge.cases)))
+
+    @property
     def name(self) -> str:
         return self.op.name
 

@@ -111,6 +111,11 @@ def _expressions(spec: OpSpec) -> None:
                 _number(f"attributes.{name}.{key}", bound, names, "axis or attribute")
         for i, value in enumerate(a.draw):
             _number(f"attributes.{name}.draw[{i}]", value, spec.axes, "axis")
+        if len(set(a.draw or a.values or ())) < 2 and not any(value.names for value in a.draw):
+            raise FieldError(
+                f"attributes.{name}.draw",
+                "tests need two values, or cannot tell whether a kernel reads it: add draw = [USUAL, ANOTHER]",
+            )
 
 
 def _tolerances(spec: OpSpec) -> None:

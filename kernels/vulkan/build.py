@@ -361,6 +361,12 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
     return problems
 
 
+def stale(source_dir: Path = SHADERS, out_dir: Path = SPIRV) -> list[str]:
+    """Modules whose sources differ from those that they were built from; needs no compiler."""
+    manifest = read_manifest(out_dir)
+    return [v.module for v in variants(source_dir) if manifest.get(v.module, {}).get("digest") != digest(v)]
+
+
 def _stored(out_dir: Path, name: str) -> bytes | None:
     """The stored module, or None if it is missing or damaged."""
     try:
