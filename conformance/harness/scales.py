@@ -63,7 +63,8 @@ def scales(op: str, call: Call) -> dict[str, np.ndarray]:
 def _of_absolutes(op: str, call: Call) -> dict[str, np.ndarray]:
     """The operation applied to absolute values, for operations that only add and multiply."""
     given = {n: np.abs(v) for n, v in call.values.items()}
-    return dict(zip(call.refs, ORACLE[op](**given, **call.attrs), strict=True))
+    given |= {n: abs(v) if isinstance(v, float) else v for n, v in call.attrs.items()}
+    return dict(zip(call.refs, ORACLE[op](**given, real=np.float64), strict=True))
 
 
 def product(x: np.ndarray, x_dtype: str, w: Tensor, w_values: np.ndarray) -> np.ndarray:

@@ -24,11 +24,8 @@ def attribute_choices(spec: OpSpec, name: str, bind: Mapping[str, int]) -> list[
 
 def attributes(spec: OpSpec, bind: Mapping[str, int], turn: int = 0) -> dict[str, Any]:
     """A value for each attribute: the usual ones at turn 0, others at the next turns."""
-    found = {}
-    for k, name in enumerate(spec.attributes):
-        choices = attribute_choices(spec, name, bind)
-        found[name] = choices[(turn + k * (turn > 0)) % len(choices)]
-    return found
+    choices = {name: attribute_choices(spec, name, bind) for name in spec.attributes}
+    return {name: values[turn % len(values)] for name, values in choices.items()}
 
 
 def sizes(spec: OpSpec, name: str, dtypes: Mapping[str, str]) -> list[int]:

@@ -75,7 +75,8 @@ class _Bound:
     def __init__(self, program: HostProgram, step: Step) -> None:
         self.device, self.step = program.device, step
         if step.op not in self.device.functions or step.op not in self.device.ops:
-            raise ValueError(f"step {step.name}: the {self.device.name} device has no operation {step.op!r}")
+            where = "; a new one is a function in kernels/oracle" if self.device.backend == "cpu" else ""
+            raise ValueError(f"step {step.name}: the {self.device.name} device has no operation {step.op!r}{where}")
         spec = self.device.ops[step.op]
         self.function = self.device.functions[step.op]
         self.control = program.device.whole(program.plan.control).array

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.core.device import Counters, SingleDevice
+from hybrid.core.errors import nearest
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.kernels.vulkan import alive, columns, lanes
 from hybrid.kernels.vulkan.alive import free_left
@@ -444,6 +445,7 @@ class VulkanDevice(Storage, SingleDevice):
 def _binding(op: str, bindings: Mapping[str, Binding]) -> Binding:
     if op not in bindings:
         raise VulkanError(
-            f"the Vulkan backend has no binding for operation {op!r}; it has: {', '.join(sorted(bindings))}"
+            f"the Vulkan backend has no binding for operation {op!r}{nearest(op, sorted(bindings))}; a new one is "
+            f"kernels/vulkan/ops/{op}.py"
         )
     return bindings[op]
