@@ -1,0 +1,354 @@
+"""python -m hybrid.prove [MODEL ...]: prove this machine's device: every kernel that a model's plans use there.
+
+Each kernel runs small cases of its operation between guard bands and on poisoned memory, and is judged by the float64
+oracle (hybrid.harness). Fused groups, which no single operation selects, run in the model: the logits of a prompt and
+the choices of a decoded text are compared with those of cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid.cli import Parser, run
+from hybrid.cli.progress import progress_bar
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.places import MODELS, SPECS, cache_folder
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint import Checkpoint
+    from hybrid.core.plan import Plan
+    from hybrid.harness.cases import Case
+    from hybrid.kernels.vulkan.device import VulkanDevice
+    from hybrid.kernels.vulkan.dry import DryDevice
+    from hybrid.spec import OpSpec
+
+Types = tuple[tuple[str, str], ...]
+NEAR = 0.25
+"""Largest difference between logits of a device and of cpu, and largest lead of cpu's choice over the device's, in
+standard deviations of a row. f16 for int8 activations reaches 0.07; a wrong number in one layer exceeds 1."""
+PROMPT, TEXT, CONTEXT, LAYERS = 40, 12, 96, 6
+ON_CPU = 1 << 30  # bytes of weights of the largest model whose texts are compared
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is known of one kernel. worst: the largest share of the oracle's bound, over its cases. error: the first case
+    that failed, and by how much; empty: none did."""
+
+    kernel: str
+    operation: str
+    cases: int = 0
+    worst: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "WRONG" if self.error else "proved" if self.cases else "not run"
+
+
+@dataclass(slots=True)
+class Report:
+    """A device's proof; nothing in it tells whose machine it is."""
+
+    device: str
+    driver: str
+    kernels: str
+    models: list[str]
+    proofs: list[Proof] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Model -> what differs from cpu; empty: nothing does."""
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> list[str]:
+        return [f"{p.kernel}: {p.error}" for p in self.proofs if p.error] + [
+            f"{m}: {e}" for m, e in self.texts.items() if e
+        ]
+
+    @property
+    def unproved(self) -> list[str]:
+        return [p.kernel for p in self.proofs if not p.cases and not p.error]
+
+    @property
+    def sentence(self) -> str:
+        count, left = sum(not p.error and p.cases > 0 for p in self.proofs), self.unproved
+        if self.wrong:
+            return f"WRONG on {self.device}: {'; '.join(self.wrong)}"
+        rest = f"; not run: {', '.join(left)}" if left else ""
+        return f"proved: {count} kernels and the texts of {', '.join(self.texts) or 'no model'} on {self.device}{rest}"
+
+
+# --- what the models' plans use --------------------------------------------------------------------------------------
+
+
+def model_names() -> list[str]:
+    """Published sizes of specs/models."""
+    return sorted(path.stem for path in (SPECS / "models").glob("*.toml"))
+
+
+def open_model(name: str) -> Checkpoint:
+    """A file, or a published size with random weights and its first layers, which have every kind."""
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.checkpoint.random import random_checkpoint
+
+    return random_checkpoint(name, layers=LAYERS) if name in model_names() else open_checkpoint(name)
+
+
+def plans_of(checkpoint: Checkpoint, device: VulkanDevice) -> Iterator[Plan]:
+    """The plans of requests with the default options, and of every sampling option."""
+    from hybrid.engine.loading import EngineConfig, fitted, sizes_for, target_for
+    from hybrid.engine.runner import warm_programs
+    from hybrid.planning.planner import plan
+    from hybrid.spec.schedule import find_schedule
+    from hybrid.spec.step import OPTIONS
+
+    schedule = find_schedule(checkpoint.hparams.family)
+    config, _ = fitted(EngineConfig(slots=1, shared=True, drafts=2), checkpoint, device, schedule)
+    sizes = sizes_for(config, checkpoint.hparams, device)
+    target = target_for(config, checkpoint, device, schedule, sizes)
+    for phase, rows, outs, options in warm_programs(sizes):
+        yield plan(target, rows, outs, phase, options=options)
+    for rows in sizes.decode[:1]:
+        yield plan(target, rows, rows, "decode", options=[o for o in OPTIONS if o != "verify"])
+
+
+@dataclass(slots=True)
+class Wanted:
+    """kernels: those that plans select, with the operation whose step does. types: dtypes of each operation's tensors."""
+
+    kernels: dict[str, str] = field(default_factory=dict)
+    types: dict[str, dict[Types, None]] = field(default_factory=dict)
+
+    def add(self, plan: Plan, dry: DryDevice) -> None:
+        from hybrid.kernels.vulkan.dry import record
+
+        for step in plan.steps:
+            found = tuple((arg, plan.tensors[name].dtype) for arg, name in step.args.items())
+            self.types.setdefault(step.op, {})[found] = None
+        for d in record(plan, dry).dispatches:
+            self.kernels.setdefault(d.kernel.name, plan.steps[d.step].op)
+
+
+# --- cases that select them ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A case, run with an entry of the tuning tables forced (family, use), or with what the device chooses."""
+
+    case: Case
+    selects: frozenset[str]
+    forced: tuple[str, Mapping[str, Any]] | None = None
+
+    def on(self, device: Any) -> AbstractContextManager[object]:
+        return nullcontext() if self.forced is None else device.tuning.forced(*self.forced)
+
+
+def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
+    """Cases with the plans' types: a few of each operation and types, and every case that selects another kernel."""
+    from hybrid.harness.tuned import asking, uses
+    from hybrid.kernels.vulkan.tuning import space
+    from hybrid.spec import load_ops
+
+    left, specs = set(wanted.kernels), load_ops()
+    for op, types in wanted.types.items():
+        if not specs[op].runs_on("vulkan"):
+            continue
+        for found in types:
+            for always, case in _cases(specs[op], dict(found)):
+                trial = _trial(specs[op], case, dry)
+                if trial and (always or trial.selects & left):
+                    left -= trial.selects
+                    yield trial
+    for family in space().family:
+        if left and family.op in wanted.types and (not family.needs or dry.has(family.needs)):
+            cases = asking(family, specs[family.op], dry)
+            for use in uses(family):
+                with dry.tuning.forced(family.name, use):
+                    for case in cases:
+                        trial = _trial(specs[family.op], case, dry)
+                        if trial and trial.selects & left:
+                            left -= trial.selects
+                            yield Trial(case, trial.selects, (family.name, use))
+
+
+def _cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[tuple[bool, Case]]:
+    """Small cases with these types, and whether they run whatever kernel they select."""
+    from hybrid.harness.fixed import dtype_cases, variant_cases
+
+    choices = [c for c in spec.dtype_choices("vulkan") if all(dtypes.get(n, t) == t for n, t in c.items())]
+    for chosen in choices[:1]:
+        yield from ((True, case) for case in dtype_cases(spec, chosen))
+    for _, case in variant_cases(spec, "vulkan"):
+        if all(dtypes.get(n, t) == t for n, t in case.dtypes.items()):
+            yield False, case
+
+
+def _trial(spec: OpSpec, case: Case, dry: DryDevice) -> Trial | None:
+    """None where the device does not run the case."""
+    from hybrid.harness.sizes import fits
+    from hybrid.harness.tuned import plan_for
+    from hybrid.kernels.vulkan.dry import record
+
+    if not fits(spec, "vulkan", case.bind, case.attrs, case.dtypes):
+        return None
+    return Trial(case, frozenset(d.kernel.name for d in record(plan_for(spec, case), dry).dispatches))
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+def prove(opened: Callable[..., VulkanDevice], models: Sequence[str], progress: bool = False) -> Report:
+    """Prove a device. opened: opens it, with options of VulkanDevice. models: .gguf files, Hugging Face directories, and
+    names of specs/models, whose plans are proved in q4_0 without weights. Raises VulkanLost where the device does not
+    survive a kernel."""
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.devices.about import driver_of, kernels_of
+    from hybrid.harness import GUARD
+    from hybrid.kernels.vulkan.dry import DryDevice
+
+    begin, wanted, device = time.monotonic(), Wanted(), opened(guard=GUARD)
+    try:
+        report = Report(device.info.name, driver_of(device), kernels_of(device) or "", [Path(m).name for m in models])
+        dry = DryDevice.like(device.report)
+        with progress_bar(len(models), "plans", progress, "models", after=1.0) as advance:
+            for name in models:
+                with open_model(name) as checkpoint:
+                    for plan in plans_of(checkpoint, device):
+                        wanted.add(plan, dry)
+                advance(1)
+        proofs = {name: Proof(name, op) for name, op in wanted.kernels.items()}
+        some = list(trials(wanted, dry))
+        with progress_bar(len(some), "kernels", progress, "cases", after=1.0) as advance:
+            for trial in some:
+                _run(trial, device, proofs)
+                advance(1)
+    finally:
+        device.close()
+    report.proofs = sorted(proofs.values(), key=lambda p: (p.operation, p.kernel))
+    for path in (Path(m) for m in models if m not in model_names()):
+        with open_checkpoint(path) as checkpoint:
+            if sum(DTYPES[e.dtype].nbytes(e.shape) for e in checkpoint.entries.values()) <= ON_CPU:
+                used, report.texts[path.name] = _texts(path, opened)
+                for kernel in used & proofs.keys():
+                    proofs[kernel].cases += 1
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def _run(trial: Trial, device: VulkanDevice, proofs: Mapping[str, Proof]) -> None:
+    """Run one case and enter what it says of its kernels."""
+    from hybrid.harness import run_case
+    from hybrid.harness.compare import Disagreement
+    from hybrid.spec import load_ops
+
+    began, error, worst = time.monotonic(), "", 0.0
+    try:
+        with trial.on(device):
+            found = run_case(load_ops()[trial.case.op], device, trial.case)
+        worst = max(v.passes for v in found.verdicts.values())
+    except Disagreement as e:
+        error = str(e).removeprefix(f"{device.name}: ")
+    for name in trial.selects & proofs.keys():
+        proof = proofs[name]
+        proof.cases, proof.worst, proof.error = proof.cases + 1, max(proof.worst, worst), proof.error or error
+        proof.seconds += time.monotonic() - began
+
+
+def _texts(path: Path, opened: Callable[..., VulkanDevice]) -> tuple[frozenset[str], str]:
+    """The kernels that a model used, and how its logits or its text differ from cpu's."""
+    import numpy as np
+
+    import hybrid
+    from hybrid.devices.opening import Opened
+
+    device = opened()
+    with hybrid.load(path, Opened(device, device), ctx=CONTEXT) as model:
+        n = model.checkpoint.tokenizer.n_tokens
+        ids = [model.checkpoint.tokenizer.bos_id or 0, *np.random.default_rng(0).integers(0, n, PROMPT - 1).tolist()]
+        ours = model.logits(ids)
+        text = model.submit(ids, max_tokens=TEXT, ignore_eos=True).result().ids
+        used = frozenset(d.kernel.name for p in device.programs for d in p.recording.dispatches)
+        faults = list(model.engine.faults)
+    with hybrid.load(path, "cpu", ctx=CONTEXT) as model:
+        theirs = model.logits([*ids, *text])
+    spread = theirs.std(-1)
+    apart = np.abs(ours - theirs[: len(ids)]).max(-1) / spread[: len(ids)]
+    chosen = theirs[len(ids) - 1 : -1]
+    leads = (chosen.max(-1) - np.take_along_axis(chosen, np.array(text)[:, None], -1)[:, 0]) / spread[len(ids) - 1 : -1]
+    if faults:
+        return used, "; ".join(faults)
+    if not apart.max() < NEAR:
+        return (
+            used,
+            f"logits at position {int(apart.argmax())} of a prompt differ by {apart.max():.2f} standard deviations",
+        )
+    if not leads.max() < NEAR:
+        at = int(leads.argmax())
+        return (
+            used,
+            f"token {at} of a text is {text[at]}, which cpu rates {leads[at]:.2f} standard deviations below its own",
+        )
+    return used, ""
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def table(report: Report) -> Iterator[str]:
+    """Report lines."""
+    wide = max(len(p.kernel) for p in report.proofs)
+    yield f"{report.device}, {report.driver}, kernels {report.kernels}"
+    yield f"{'kernel':{wide}}  {'operation':20} {'cases':>5} {'worst/bound':>11}  verdict"
+    for p in report.proofs:
+        yield f"{p.kernel:{wide}}  {p.operation:20} {p.cases:5} {p.worst:11.2f}  {p.verdict}"
+    for model, error in report.texts.items():
+        yield f"{model}: {error or 'logits and text agree with cpu'}"
+    yield f"{report.sentence} ({report.seconds:.0f} s)"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog="python -m hybrid.prove", description="Prove this machine's Vulkan device against the oracle.")
+    made.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="a .gguf file, a Hugging Face directory or a published size such as gemma3-27b (the embedded models and all "
+        "published sizes)",
+    )
+    made.add_argument("--device", default="auto", metavar="NAME", help="auto, vulkan or vulkan:N (auto)")
+    made.add_argument("--json", action="store_true", help="print the report as JSON")
+    made.add_argument("--output", type=Path, metavar="FILE", help="where to write the report (the user's cache)")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0: proved; 1: a kernel or a text is wrong."""
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    from hybrid.kernels.vulkan.device import open_device
+
+    models = args.models or [*(str(m) for m in sorted(MODELS.glob("*.gguf"))), *model_names()]
+    report = prove(lambda **options: open_device(args.device, **options), models, progress=not args.json)
+    text = json.dumps(asdict(report), indent=1)
+    name = "".join(c if c.isalnum() else "-" for c in f"{report.device}-{report.driver}-{report.kernels}")
+    path = args.output or cache_folder() / "proofs" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    print(text if args.json else "\n".join([*table(report), f"report: {path}"]))
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
