@@ -47,8 +47,8 @@ def audit(scheduler: Scheduler) -> None:
             s.slot == slot and s.held is not None and s.position == start + len(ids or (0,))
         ):  # not ended or preempted since
             for g, group in enumerate(blocks.groups):
-                # Its next row may lack a block: then later passes may hold blocks outside that row's view.
-                next_row = s.position == s.until and s.held.first[g] == group.first(s.position, blocks.block)
+                # Passes run in order: what its next row does not see may go once that row has asked for a block.
+                next_row = s.held.first[g] == group.first(s.position, blocks.block)
                 kept = s.held.first[g] <= group.first(start, blocks.block)
                 assert kept or next_row, f"{s.id}: blocks in the window of rows in flight are gone"
     if scheduler.idle:
