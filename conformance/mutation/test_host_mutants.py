@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,15 @@ def test_caught(share: list[str]) -> None:
     # `hung`, twice, may be the machine; `broken` is a mutant that cannot be imported: neither proves anything.
     wrong = {key: f"{o['result']}: {o['said'][-300:]}" for key, o in outcomes.items() if o["result"] != "failed"}
     assert not wrong, f"mutants/host: not caught by their tests: {wrong}"
+
+
+def test_trials_have_their_own_profile(tmp_path: Path) -> None:
+    """Whatever that of the program: in another a failure is shrunk, and long tests run out of the limit."""
+    test = tmp_path / "test_profile.py"
+    test.write_text("from conformance.support.profile import PROFILE\ndef test():\n    assert PROFILE == 'trial'\n")
+    code = "import sys; from conformance.mutation.hosts import prepare, trial; prepare(); print(trial(sys.argv[1:]).result)"
+    run = subprocess.run([sys.executable, "-c", code, str(test)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "passed\n"
 
 
 def test_no_mutant_is_stale() -> None:

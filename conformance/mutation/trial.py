@@ -94,6 +94,7 @@ def _child(tests: Sequence[str], path: Path | None, text: str, out: int) -> None
     try:
         os.setsid()  # processes that the tests start end with this one
         os.environ.update(SETTINGS)
+        sys.modules.pop("conformance.support.profile", None)  # it holds the profile of this program
         os.dup2(out, 1)
         os.dup2(out, 2)
         if path is not None:
