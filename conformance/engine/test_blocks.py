@@ -164,6 +164,29 @@ def test_the_least_recently_used_branch_goes_first_from_its_end():
     blocks.check([last])
 
 
+def test_of_two_branches_the_one_released_first_goes_first():
+    """Not the one computed first."""
+    blocks = store(blocks=6)
+    old, new = computed(blocks, [1] * 12, now=1), computed(blocks, [2] * 12, now=2)
+    blocks.release(new)
+    blocks.release(old)
+    last = blocks.held()
+    assert blocks.grow(last, 3, 0, []) and (found(blocks, [1] * 12, 3), found(blocks, [2] * 12, 3)) == (3, 0)
+
+
+def test_what_a_window_has_passed_goes_from_its_beginning():
+    """Four blocks out of sight at once, as after a long chunk of a prompt."""
+    blocks, ids = store(window=4, local=5), [1] * 20
+    held = blocks.held()
+    assert blocks.grow(held, 5, 0, [])
+    blocks.seal(held, ids, 20, 1)
+    blocks.slide(held, 20)
+    keys, other = [blocks.key(held, ids, i) for i in range(5)], blocks.held()
+    for n in range(1, 5):
+        assert blocks.grow(other, n, 0, [])
+        assert [key in blocks.pools[1].by_key for key in keys] == [i >= n for i in range(5)]
+
+
 def test_the_middle_of_a_branch_goes_before_its_last_window():
     """Of 10 local blocks, two sequences of 20 positions (window 6) leave 5 each. The next sequence evicts the middle
     blocks."""

@@ -20,6 +20,24 @@ def test_lost_passes_leave_no_blocks_and_repeat_only_their_rows():
     assert server.right(first, second) and server.scheduler.counts.recomputed <= 24 + 8, "more rows than were in flight"
 
 
+def test_a_slot_that_cools_comes_back_when_the_passes_are_lost():
+    """The second sequence is preempted while a pass that samples its token runs, and that pass is lost."""
+    server = loop(slots=2, blocks=13, ctx=60, ahead=3)
+    first, second = server.add(prompt(20), 30), server.add(prompt(22, 5), 10)
+    while not second.preemptions:
+        server.step()
+    assert server.scheduler._cooling, "its slot is free at once"
+    server.scheduler.lose()
+    server.runner.lose()
+    server._flights.clear()
+    server.drain()
+    assert server.right(first, second)
+    again = [server.add(prompt(4, i), 9) for i in range(2)]
+    assert len(server.step().runs) == 2, "a slot is gone"
+    server.drain()
+    assert server.right(*again)
+
+
 def test_a_row_without_a_block_waits_though_its_window_has_moved():
     """No block is free. Blocks that the rows in flight see may be reused by later passes."""
     server = Loop([Group("global", 8), Group("local", 11, 1)], 1, Limits(1, 8, 4, ahead=3))
