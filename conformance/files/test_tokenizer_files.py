@@ -169,6 +169,20 @@ def test_a_file_with_merges_opens_as_a_whole(tmp_path: Path) -> None:
         )
 
 
+def test_every_end_token_that_a_file_lists_is_one(tmp_path: Path) -> None:
+    """Though no text and no other key tells that it is, in files of others and in converted ones."""
+    listed = gguf_fields(PIECES, "gpt2") | {
+        "tokenizer.ggml.eos_token_ids": [8, 9, 10],
+        "tokenizer.ggml.eot_token_id": 11,
+    }
+    assert gguf_tokenizer(Fields(listed, Path("m.gguf")), len(PIECES)).eos_ids == {1, 5, 8, 9, 10, 11}
+    write_hf(tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [1, 8, 9, 10]}')
+    with open_checkpoint(tmp_path / "hf") as source:
+        convert(source, tmp_path / "m.gguf", "f32")
+    assert open_checkpoint(tmp_path / "m.gguf").tokenizer.eos_ids == {1, 5, 8, 9, 10}
+
+
 @pytest.mark.parametrize("kind", [NORMAL, 4])
 def test_turn_markers_with_a_wrong_type_are_control_tokens(kind: int) -> None:
     wrong = [(p, s, kind if p in (*MARKERS, "<bos>", "<eos>") else t) for p, s, t in PIECES]
