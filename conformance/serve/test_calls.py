@@ -107,6 +107,15 @@ def test_marks_by_their_ids_are_a_call(said: Said, printed: int, stream: bool) -
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_by_the_length_ends_by_length(said: Said, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another call was whole."""
+    monkeypatch.setattr(said[USER_DEFINED][0].script, "finish", "length")
+    call = ids_of(USER_DEFINED, OPEN, "call:look{city:", QUOTE, "a", QUOTE, "}", CLOSE)
+    content, calls, finish = answered(said, USER_DEFINED, [*call, *call[:-3]], stream)
+    assert content == "" and calls and finish == "length"
+
+
 def test_a_stop_string_that_is_held_back_stays_outside_of_the_call(said: Said) -> None:
     ids = ids_of(USER_DEFINED, "yes EN", OPEN, "call:look{city:", QUOTE, "a", QUOTE, "}", CLOSE)
     content, calls, _ = answered(said, USER_DEFINED, ids, True, stop=["END"])
