@@ -44,8 +44,12 @@ APART = (
     "verify",
     "begin",
 )
-OTHERS = f"vulkan and (past_failure or (prime and ({' or '.join(APART)})))"
-WIDTH = ("-m", "width", "-k", "vulkan" if LONG else OTHERS)
+# Of decode attention's variants the two ways to merge KV splits, which lanes of a wide subgroup share.
+MERGES = ("arrival", "for-D")
+OTHERS = (
+    f"vulkan and (past_failure or (prime and ({' or '.join(APART)}))) or (test_variants and ({' or '.join(MERGES)}))"
+)
+WIDTH = ("-m", "width", "-k", "not (cpu- or npu-)" if LONG else OTHERS)
 SHORT = ("haswell-2", "nehalem-rough", "width-512")
 # What simulates an NPU, whose sums NumPy has no part in, and int8 activations, whose codes depend on the processor,
 # beside compiled kernels: once in the short profile.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
+from conformance.ops.test_decode_attention import FORMS
 from conformance.support import rough
 from hybrid.kernels.oracle import attention, linear
 from tools import processors
@@ -71,6 +72,11 @@ def test_every_kernel_thread_count_and_width_is_in_the_short_profile() -> None:
     assert {"own-2", "own-rough"} <= set(processors.usual(frozenset(), long=False))
     run = {words for k in processors.KINDS if k.name in short for words in (k.env.get("OPENBLAS_NUM_THREADS"),)}
     assert {"1", "2"} <= run
+
+
+def test_wide_subgroups_run_both_ways_to_merge_kv_splits() -> None:
+    run = [form for form in FORMS if any(word in f"{form}-D" for word in processors.MERGES)]
+    assert {FORMS[form]["merge"] for form in run} == {1, 2}
 
 
 def test_a_kind_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
 from hybrid.spec import load_op
 
+pytestmark = pytest.mark.width
+
 SPEC = load_op("decode_attention")
 TYPES, RESULTS = SPEC.tensors["k_cache"].dtype, SPEC.outputs["o"].dtype
 # KV splits shorter than a step, of about one and of several; the maximum count; heads of a group in separate

@@ -41,6 +41,8 @@ from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next
 from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
 
+pytestmark = pytest.mark.width
+
 pytestmark = pytest.mark.slow
 
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")

@@ -120,6 +120,7 @@ def judge(
     return proved(device, made, given_more(plan, more), {**values, **more})
 
 
+@pytest.mark.width
 @pytest.mark.parametrize("op", [op for op in _partials.READERS if op != "decode_attention"])
 def test_parts_are_added_up_and_their_sum_is_kept(devices: Devices, op: str) -> None:
     """Against the operation's definition of the sum, and the sum bit by bit: partials are added in order."""

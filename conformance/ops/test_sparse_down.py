@@ -32,6 +32,8 @@ from hybrid.quant.codec import encode
 from hybrid.spec.model import find_model
 from hybrid.spec.op import load_op
 
+pytestmark = pytest.mark.width
+
 FFN = load_op("fused_ffn")
 
 

@@ -12,6 +12,8 @@ from hybrid.harness.fixed import one_each, variant
 from hybrid.harness.sizes import base_bind
 from hybrid.spec import load_op
 
+pytestmark = pytest.mark.width
+
 
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
 @pytest.mark.parametrize("op", ["qk_norm_rope_append", "attention", "decode_attention"])

@@ -39,6 +39,8 @@ from hybrid.core.plan import FAULTED
 from hybrid.devices.opening import open_device
 from hybrid.kernels.vulkan.device import VulkanDevice
 
+pytestmark = pytest.mark.width
+
 pytestmark = pytest.mark.slow
 FLAG_MUTANTS = {s.name: s for s in load(MUTANTS / "workgroup_flags")}
 SILENT = {
