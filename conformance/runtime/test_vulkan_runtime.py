@@ -35,11 +35,13 @@ ROWS, WIDTH = 16, 40
 
 
 def affine(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """y = x * scale + add, a row per group; the attribute `kernel` may name the one that writes past the end."""
+    """y = x * scale + add, a row per group; the attribute `kernel` may name the one that writes past the end, `bound` the
+    bytes of x and y that are bound."""
     push = struct.pack("<Iff", step.bind["K"], step.attrs.get("scale", 1.0), step.attrs.get("add", 0.0))
     kernel = rec.kernel(str(step.attrs.get("kernel", "toy.affine")), THREADS=rec.device.subgroup_size)
     grid = Live(str(step.attrs.get("extent", "rows")), 1, step.bind["T"])
-    rec.dispatch(kernel, [t["x"].parts[0]], [t["y"].parts[0]], push, (grid, 1, 1))
+    x, y = (t[name].parts[0].sub(0, int(step.attrs.get("bound", t[name].parts[0].size))) for name in "xy")
+    rec.dispatch(kernel, [x], [y], push, (grid, 1, 1))
 
 
 def bump(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -201,6 +203,19 @@ def test_the_hundredth_submit_gives_the_bits_of_the_first_and_costs_nothing_but_
     assert (spent.submits, spent.dispatches, spent.barriers) == (99, 99 * program.dispatches, 99 * program.barriers)
     for field in ("allocations", "descriptor_writes", "pipelines", "recordings", "transfers", "bytes_up", "bytes_down"):
         assert getattr(spent, field) == 0, field
+
+
+def test_ranges_of_different_sizes_have_descriptor_sets_of_their_own(device: VulkanDevice) -> None:
+    """Though they begin at the same byte; equal ones share a set."""
+    prepare(device)
+    names = {"x": "x", "y": "y"}
+    one = Step("affine", "one row", {"T": 1, "K": WIDTH}, names, {"bound": 4 * WIDTH})
+    every = Step("affine", "every row", {"T": ROWS, "K": WIDTH}, names, {"scale": 2.0})
+    before = device.counters.copy()
+    program = device.compile(Plan("ranges", ROWS, 0, (one, every, every), {"x": decl("x", "io"), "y": decl("y")}))
+    assert device.counters.minus(before).descriptor_writes == 3 * 3, "one set is of the grids"
+    device.wait(program.submit())
+    np.testing.assert_array_equal(device.read("y").array, X * 2)
 
 
 def test_runs_of_one_submit_follow_each_other(device: VulkanDevice) -> None:
