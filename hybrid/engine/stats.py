@@ -225,7 +225,8 @@ class Work:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._sums: dict[tuple[PassPhase, int, int], _Sums] = {}
-        self._open: list[tuple[Rows, _Sums, float]] = []  # submitted, not known to have ended
+        # submitted, not known to have ended: with the mean context and the time of submission
+        self._open: list[tuple[Rows, _Sums, int, float]] = []
         self._last = 0.0  # when the last pass ended
         self._corners: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()  # of the corners
@@ -238,22 +239,22 @@ class Work:
         sums = self._sums.get(key)
         if sums is None:  # it keeps the plan, so that its id stays its own
             sums = self._sums[key] = _Sums(plan, onward, 1 << (bits - 1))
-        self._open.append((p, sums, self._clock()))
-        t, s = p.rows, len(p.runs)
-        sums.moments += ((1, context), (s, s * context)), ((t, t * context), (t * s, t * s * context))
+        self._open.append((p, sums, context, self._clock()))
 
     def end(self, p: Rows) -> None:
         """Note the end of a pass and of those before it."""
         now = self._clock()
-        ended = 1 + next((i for i, (known, _, _) in enumerate(self._open) if known is p), -1)
+        ended = 1 + next((i for i, (known, *_) in enumerate(self._open) if known is p), -1)
         done, self._open = self._open[:ended], self._open[ended:]
         if not done:
             return
-        seconds, rows = now - max(self._last, done[0][2]), sum(known.rows for known, _, _ in done)
-        for known, sums, _ in done:
+        seconds, rows = now - max(self._last, done[0][3]), sum(known.rows for known, *_ in done)
+        for known, sums, c, _ in done:
+            t, s = known.rows, len(known.runs)
+            sums.moments += ((1, c), (s, s * c)), ((t, t * c), (t * s, t * s * c))
             sums.passes += 1
-            sums.rows += known.rows
-            sums.seconds += seconds * known.rows / rows
+            sums.rows += t
+            sums.seconds += seconds * t / rows
         self._last = now
 
     def lost(self) -> None:
@@ -261,7 +262,7 @@ class Work:
         self._open.clear()
 
     def totals(self) -> Mapping[PassPhase, Total]:
-        """Totals; bytes and operations may include open passes."""
+        """Totals of the passes that have ended."""
         found: dict[PassPhase, Total] = {}
         for (phase, _, _), sums in list(self._sums.items()):
             nbytes, flops = np.tensordot(self._at_corners(sums), _weights(sums), 3).tolist()
