@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import hybrid
 from conformance.support.audit import audit
 from conformance.support.synthetic import tiny, write_hf
-from conformance.support.texts import together
+from conformance.support.texts import ask, greedy, together
 from hybrid.checkpoint import open_checkpoint
+from hybrid.core.errors import DeviceLost
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
 from hybrid.engine.request import Options, Request
@@ -110,6 +113,48 @@ def test_no_more_passes_are_run_than_tokens_need(engine: Engine) -> None:
         request.private = True  # the cache holds it from the second time on
         assert len(engine.drive(request).result().ids) == min(most, 54)
         assert engine.scheduler.counts.rows - before == ran
+
+
+def test_decode_passes_are_counted_since_the_last_prompt(engine: Engine) -> None:
+    """Also those that begin a block, whose table entry is a message, and those of several sequences."""
+    (text,) = together(engine, [IDS[:10]], 54)
+    assert len(text) == 54 and engine.runner.decoded == 53
+    together(engine, [IDS[:10], IDS[3:9]], 4)
+    assert engine.runner.decoded == 3
+
+
+def test_work_is_that_of_passes_that_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that the device loses is none, nor does it count with the next one."""
+    greedy(engine, IDS[:10], 3)
+    before, submit = engine.runner.work.totals(), engine.runner._submit
+
+    def lost(*args: Any) -> int:
+        raise DeviceLost("cpu: gone")
+
+    monkeypatch.setattr(engine.runner, "_submit", lost)
+    with pytest.raises(DeviceLost):
+        greedy(engine, IDS[:10], 3)
+    monkeypatch.setattr(engine.runner, "_submit", submit)
+    assert engine.runner.work.totals() == before
+    greedy(engine, IDS[:10], 3)
+    for phase, total in engine.runner.work.totals().items():
+        one = before[phase]
+        assert (total.passes, total.rows) == (2 * one.passes, 2 * one.rows)
+        assert (total.nbytes, total.flops) == pytest.approx((2 * one.nbytes, 2 * one.flops))
+
+
+def test_a_close_waits_for_the_step_that_runs(engine: Engine) -> None:
+    """Another thread closes it while a step holds the lock: no request ends within the step."""
+    request = ask(engine, IDS[:10], 3).request
+    closing = threading.Thread(target=engine.close, args=(ValueError("closed"),))
+    with engine.lock:
+        closing.start()
+        while not engine.lock._queue:
+            assert closing.is_alive(), "it has not waited"
+            time.sleep(0.001)
+        assert request.finish is None
+    closing.join(60)
+    assert request.finish == "error" and engine.scheduler.idle
 
 
 def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

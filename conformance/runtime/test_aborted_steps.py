@@ -129,6 +129,22 @@ def test_a_text_continues_unfused(device: Any, checkpoint: Any, profile: bool) -
         assert names == [*prompt, "decode", "decode", "decode", *prompt, "decode", "decode"]
 
 
+def test_a_pass_behind_an_aborted_one_is_no_work(fresh: Fresh) -> None:
+    """The aborted one is: it has taken time."""
+
+    def submitted_and_ended() -> tuple[int, int]:
+        return made.scheduler.counts.passes, sum(total.passes for total in made.runner.work.totals().values())
+
+    made = fresh()
+    submitted, ended = submitted_and_ended()
+    events = ask(made, IDS[:20], 12).events()
+    take(events, 3)
+    give_up(made)
+    rest(events)
+    more, done = submitted_and_ended()
+    assert len(made.faults) == 1 and (more - submitted) - (done - ended) == 1
+
+
 def test_text_up_to_the_end_of_the_context(device: Any, checkpoint: Any) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = engine(device, checkpoint, ctx=32)
