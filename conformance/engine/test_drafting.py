@@ -195,6 +195,39 @@ def test_sequences_with_drafts_share_one_pass() -> None:
     assert verified is not None and [run.wants > 1 for run in verified.runs] == [True, True]
 
 
+def test_drafts_that_no_pass_took_go_with_the_drafter() -> None:
+    """The pass after them reads back rows of another request, then the drafter fails: the device goes on by itself."""
+    blocks = Blocks([Group("local", 80, WINDOW)], BLOCK)
+    scheduler, failures = Scheduler(blocks, Limits(2, 40, rows=16, outs=16), lambda: 0.0), list[str]()
+    drafter, runner = Rated(Oracle([WINDOW]), 1.0, Clock(), float), Runner(blocks.groups, BLOCK, 2, 10)
+    speculator = Speculator(drafter, 16, 2, None, lambda r, e: None, failures.append)
+    text = request(0, [1], 12)
+
+    def made() -> Pass:
+        assert speculator.prepare(scheduler)
+        done = scheduler.schedule()
+        assert done is not None
+        return done
+
+    def read(done: Pass) -> None:
+        speculator.committed(done, scheduler.commit(done, *runner.run(done)), 1.0)
+
+    scheduler.add(text)
+    read(made())  # its prompt
+    scheduler.add(request(1, [2, 3], 1, capture="logits"))
+    rows = made()
+    assert rows.capture and text.drafts
+    read(rows)
+    del drafter.oracle  # it fails
+    flights = [made(), made()]
+    assert failures
+    for done in flights:
+        read(done)
+    while not scheduler.idle:
+        read(made())
+    assert text.generated == Oracle([WINDOW]).text([1], 12, frozenset())
+
+
 def wants(rate: float, most: int = MOST, fixed: bool = False) -> tuple[float, int, bool]:
     return rate, most, fixed
 

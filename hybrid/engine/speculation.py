@@ -683,4 +683,4 @@ def _run_ahead(request: Request, may: bool) -> None:
     """Set whether the request's next row may run before its last token is known on the host."""
     may = may and request.options.constraint is None
     if request.ahead != may:
-        request.ahead, request.steady = may, False
+        request.ahead, request.steady, request.drafts = may, False, ()
