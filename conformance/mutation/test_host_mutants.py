@@ -33,7 +33,7 @@ def test_trials_have_their_own_profile(tmp_path: Path) -> None:
     """Whatever that of the program: in another a failure is shrunk, and long tests run out of the limit."""
     test = tmp_path / "test_profile.py"
     test.write_text("from conformance.support.profile import PROFILE\ndef test():\n    assert PROFILE == 'trial'\n")
-    code = "import sys; from conformance.mutation.hosts import prepare, trial; prepare(); print(trial(sys.argv[1:]).result)"
+    code = "import sys; from conformance.mutation.hosts import trial; print(trial(sys.argv[1:]).result)"
     run = subprocess.run([sys.executable, "-c", code, str(test)], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout == "passed\n"
 
