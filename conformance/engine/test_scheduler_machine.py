@@ -346,7 +346,7 @@ class Machine(RuleBasedStateMachine):
             audit(self.scheduler)
 
     def teardown(self):
-        if not hasattr(self, "scheduler"):
+        if not hasattr(self, "scheduler") or sys.exc_info()[0]:  # a rule has failed: its error, not what follows
             return
         scheduler = self.scheduler
         for _ in range(10000):
