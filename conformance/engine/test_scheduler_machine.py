@@ -322,6 +322,7 @@ class Machine(RuleBasedStateMachine):
             or first.captured
             or pending[first]
             or any(run.seq is first for run in done.runs)
+            or (first.spans and first in done.params)  # drafts took its span's rows before it was admitted
         ), f"{first.id} is first in order, and does not run"
         assert 0 < done.rows <= limits.rows and (done.capture or done.outs <= (limits.outs or limits.slots))
         assert len(done.writes) <= scheduler.max_writes
