@@ -87,7 +87,9 @@ def _vulkan() -> Iterator[Finding]:
         if not devices:
             yield Finding("vulkan", "driver", "missing", "a loader, but no device answers", INSTALL)
         for info in devices:
-            yield _device(info, query(instance.handle, info.handle), _heaps(info.handle))
+            report = query(instance.handle, info.handle)
+            yield _device(info, report, _heaps(info.handle))
+            yield _proof(info, report.driver)
         if devices and all(d.kind == "cpu" for d in devices):
             yield Finding(
                 "vulkan",
@@ -99,6 +101,32 @@ def _vulkan() -> Iterator[Finding]:
             )
     finally:
         instance.close()
+
+
+def _proof(info: Any, driver: str) -> Finding:
+    """What `hybrid.prove` has said of a device with this driver and these kernels."""
+    from hybrid.kernels.vulkan.kernel import kernels_digest
+    from hybrid.prove import report_path
+
+    name, path = f"{info.label}: kernels", report_path(info.name, driver, kernels_digest())
+    command = f"python -m hybrid.prove --device vulkan:{info.index}"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        wrong = [p["kernel"] for p in found["proofs"] if p["error"]]
+        count = len(found["proofs"])
+    except FileNotFoundError:
+        return Finding("vulkan", name, "optional", "not proved with this driver", command)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        return Finding("vulkan", name, "optional", f"{path} cannot be read ({e})", command)
+    if wrong:
+        return Finding(
+            "vulkan",
+            name,
+            "missing",
+            f"wrong with this driver: {', '.join(wrong)}",
+            "another driver; --device cpu works",
+        )
+    return Finding("vulkan", name, "ok", f"{count} proved with this driver")
 
 
 def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:

@@ -101,6 +101,12 @@ class Report:
         return f"proved: {count} kernels and the texts of {len({t.model for t in self.texts})} models on {self.device}{rest}"
 
 
+def report_path(device: str, driver: str, kernels: str) -> Path:
+    """Where the report of a device is kept."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{device}-{driver}-{kernels}")
+    return cache_folder() / "proofs" / f"{name}.json"
+
+
 # --- what the models' plans use --------------------------------------------------------------------------------------
 
 
@@ -168,7 +174,8 @@ class Trial:
 
 
 def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
-    """Cases with the plans' types: a few of each operation and types, and every case that selects another kernel."""
+    """Small cases of the plans' operations and types whose kernels the plans use, and for each kernel that they leave, a
+    case that selects it with an entry of the tuning tables."""
     from hybrid.harness.fixed import variant_cases
     from hybrid.harness.tuned import asking, uses
     from hybrid.kernels.vulkan.tuning import space
@@ -178,12 +185,13 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
     for op, types in wanted.types.items():
         if not specs[op].runs_on("vulkan"):
             continue
-        for found in types:
-            for always, case in _cases(specs[op], dict(found)):
-                trial = _trial(specs[op], case, dry)
-                if trial and (always or trial.selects & left):
-                    left -= trial.selects
-                    yield trial
+        choices = [_choice(specs[op], dict(found)) for found in types]
+        known = tuple(c for c in choices if c is not None)
+        for case in _cases(specs[op], known):
+            trial = _trial(specs[op], case, dry)
+            if trial and trial.selects <= wanted.kernels.keys():
+                left -= trial.selects
+                yield trial
     for family in space().family:
         if left and family.op in wanted.types and (not family.needs or dry.has(family.needs)):
             cases = asking(family, specs[family.op], dry)
@@ -203,16 +211,20 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
                 yield trial
 
 
-def _cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[tuple[bool, Case]]:
-    """Small cases with these types, and whether they run whatever kernel they select."""
-    from hybrid.harness.fixed import dtype_cases, variant_cases
+def _choice(spec: OpSpec, dtypes: Mapping[str, str]) -> Mapping[str, str] | None:
+    """The operation's combination of types that a step has."""
+    return next((c for c in spec.dtype_choices("vulkan") if all(dtypes.get(n, t) == t for n, t in c.items())), None)
 
-    choices = [c for c in spec.dtype_choices("vulkan") if all(dtypes.get(n, t) == t for n, t in c.items())]
-    for chosen in choices[:1]:
-        yield from ((True, case) for case in dtype_cases(spec, chosen))
-    for _, case in variant_cases(spec, "vulkan"):
-        if all(dtypes.get(n, t) == t for n, t in case.dtypes.items()):
-            yield False, case
+
+def _cases(spec: OpSpec, choices: tuple[Mapping[str, str], ...]) -> Iterator[Case]:
+    """Small cases: a few of each combination of types, the edge cases, and the variants with these types."""
+    from hybrid.harness.fixed import dtype_cases, edge_cases, variant_cases
+
+    for chosen in choices:
+        yield from dtype_cases(spec, chosen)
+    if choices:
+        yield from (case for _, case in edge_cases(spec, "vulkan", choices))
+        yield from (case for _, case in variant_cases(spec, "vulkan") if case.dtypes in choices)
 
 
 def _trial(spec: OpSpec, case: Case, dry: DryDevice) -> Trial | None:
@@ -358,8 +370,7 @@ def _main(args: argparse.Namespace) -> int:
     models = args.models or [*(str(m) for m in sorted(MODELS.glob("*.gguf"))), *model_names()]
     report = prove(lambda **options: open_device(args.device, **options), models)
     text = json.dumps(asdict(report), indent=1)
-    name = "".join(c if c.isalnum() else "-" for c in f"{report.device}-{report.driver}-{report.kernels}")
-    path = args.output or cache_folder() / "proofs" / f"{name}.json"
+    path = args.output or report_path(report.device, report.driver, report.kernels)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(text if args.json else "\n".join([*table(report), f"report: {path}"]))

@@ -18,6 +18,7 @@ COMMANDS = (
     "hybrid.bench",
     "hybrid.schedule",
     "hybrid.doctor",
+    "hybrid.prove",
     "hybrid.spec",
     "perf.op",
     "perf.accesses",

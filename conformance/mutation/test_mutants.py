@@ -26,6 +26,7 @@ from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.build import sources, variants
 from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.recorder import WrongBinding
 from hybrid.kernels.vulkan.tuning import DEFAULT
 from hybrid.spec import load_ops
 
@@ -68,7 +69,7 @@ def test_caught(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # mutants do not belong in the pipeline cache
     device = _device(mutant, sound, chosen, options, tmp_path)
     try:
-        with pytest.raises((Disagreement, Fault)):
+        with pytest.raises((Disagreement, Fault, WrongBinding)):
             run_case(spec, device, case)
     finally:
         device.close()

@@ -20,6 +20,10 @@ GRID_WORDS, TABLE_WORDS = 4, 8  # u32 words of one entry: computed grid, and wha
 _FIXED = 0xFF  # control word of a constant axis
 
 
+class WrongBinding(VulkanError):
+    """A dispatch names other slices as written than those that its module stores to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """A grid axis of ceil(live / per) workgroups; live is the control word `extent` at run time.
@@ -154,7 +158,7 @@ class Recorder:
         """Append a dispatch. Bindings: control, reads, writes (a buffer that is read and written is a write). `order`: the
         slices after control in binding order, where reads do not come first.
 
-        VulkanError where the module writes a slice of `reads`, or no binding of a slice of `writes`.
+        WrongBinding where the module writes a slice of `reads`, or no binding of a slice of `writes`.
 
         `resident`: its workgroups poll each other's results. VulkanError if there are more than are resident at once on
         the device, or if the program excludes waits. Counters belong to one dispatch: VulkanError for a second one,
@@ -199,19 +203,19 @@ class Recorder:
         )
 
     def _check_writes(self, kernel: Kernel, bound: Sequence[Slice], writes: Sequence[Slice]) -> None:
-        """VulkanError unless the module stores to all slices that are named as written, and to no others. Any kernel may
+        """WrongBinding unless the module stores to all slices that are named as written, and to no others. Any kernel may
         set control's word of aborted steps."""
         hidden = [i for i in kernel.writes if i and bound[i] not in writes]
         if hidden and kernel.writes_now is not None:
             hidden = [i for i in hidden if i in kernel.writes_now()]
         if hidden:
-            raise VulkanError(
+            raise WrongBinding(
                 f"{kernel.name} writes its binding {hidden[0]}, which is recorded as read: name it in `writes`"
             )
         written = [bound[i] for i in kernel.writes]
         idle = [i for i, piece in enumerate(bound) if piece in writes and piece not in written]
         if idle:
-            raise VulkanError(f"{kernel.name} never writes its binding {idle[0]}: name it in `reads`")
+            raise WrongBinding(f"{kernel.name} never writes its binding {idle[0]}: name it in `reads`")
 
     def _check_waits(self, kernel: Kernel, grid: Sequence[int], resident: bool) -> None:
         if resident and not self.cooperative:
