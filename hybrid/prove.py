@@ -189,7 +189,7 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
         known = tuple(c for c in choices if c is not None)
         for case in _cases(specs[op], known):
             trial = _trial(specs[op], case, dry)
-            if trial and trial.selects <= wanted.kernels.keys():
+            if trial and (trial.selects <= wanted.kernels.keys() or trial.selects & left):
                 left -= trial.selects
                 yield trial
     for family in space().family:

@@ -60,11 +60,32 @@ def long_runs() -> list[str]:
     return ["| reported | what ran | how much | what it found |", "|---|---|---|---|", *rows]
 
 
+def proofs() -> list[str]:
+    """Reports of hybrid.prove (docs/proofs)."""
+    import json
+
+    rows = []
+    for path in sorted((ROOT / "docs" / "proofs").glob("*.json")):
+        r = json.loads(path.read_text(encoding="utf-8"))
+        wrong, cases = sum(bool(p["error"]) for p in r["proofs"]), sum(p["cases"] for p in r["proofs"])
+        texts = max((t["apart"] for t in r["texts"]), default=0.0)
+        rows.append(
+            f"| [{r['device']}](proofs/{path.name}), {r['driver']} | {len(r['proofs'])}, {wrong} | {cases} | {texts:.2f} | "
+            f"{r['seconds']:.0f} s |"
+        )
+    head = [
+        "| device, driver | kernels, wrong | cases | logits beside cpu, standard deviations | took |",
+        "|---|---|---:|---:|---:|",
+    ]
+    return [*head, *rows]
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
     "headline": lambda: measured("headline"),
     "speeds": lambda: measured("speeds"),
     "steps": lambda: measured("steps"),
     "long-runs": long_runs,
+    "proofs": proofs,
 }
 
 
