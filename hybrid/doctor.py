@@ -105,28 +105,24 @@ def _vulkan() -> Iterator[Finding]:
 
 def _proof(info: Any, driver: str) -> Finding:
     """What `hybrid.prove` has said of a device with this driver and these kernels."""
+    from hybrid.devices.proofs import known
     from hybrid.kernels.vulkan.kernel import kernels_digest
-    from hybrid.prove import report_path
 
-    name, path = f"{info.label}: kernels", report_path(info.name, driver, kernels_digest())
-    command = f"python -m hybrid.prove --device vulkan:{info.index}"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        wrong = [p["kernel"] for p in found["proofs"] if p["error"]]
-        count = len(found["proofs"])
-    except FileNotFoundError:
-        return Finding("vulkan", name, "optional", "not proved with this driver", command)
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        return Finding("vulkan", name, "optional", f"{path} cannot be read ({e})", command)
-    if wrong:
+    name, found = f"{info.label}: kernels", known(info.name, driver, kernels_digest())
+    if found is None:
         return Finding(
             "vulkan",
             name,
-            "missing",
-            f"wrong with this driver: {', '.join(wrong)}",
-            "another driver; --device cpu works",
+            "optional",
+            "not proved with this driver",
+            f"python -m hybrid.prove --device vulkan:{info.index}",
         )
-    return Finding("vulkan", name, "ok", f"{count} proved with this driver")
+    if not found.wrong:
+        return Finding("vulkan", name, "ok", f"{found.kernels} proved with this driver")
+    wrong = f"wrong with this driver: {', '.join(found.wrong)}"
+    if found.options is None:
+        return Finding("vulkan", name, "missing", wrong, "another driver; until then --device cpu works")
+    return Finding("vulkan", name, "optional", f"{wrong}; runs with {found.options} instead", "another driver")
 
 
 def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:

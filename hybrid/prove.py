@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid.cli import Parser, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.dtypes import DTYPES
-from hybrid.core.places import MODELS, SPECS, cache_folder
+from hybrid.core.places import MODELS, SPECS
 
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
@@ -81,9 +81,13 @@ class Report:
     proofs: list[Proof] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)
     seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    """Kernels and models with an error."""
+    options: dict[str, Any] | None = field(default_factory=dict)
+    """Options of VulkanDevice with which everything is proved: none, or those of the first route; None: no route is."""
 
     @property
-    def wrong(self) -> list[str]:
+    def errors(self) -> list[str]:
         return [f"{p.kernel}: {p.error}" for p in self.proofs if p.error] + [
             f"{t.model}: {t.error}" for t in self.texts if t.error
         ]
@@ -95,16 +99,15 @@ class Report:
     @property
     def sentence(self) -> str:
         count, left = sum(not p.error and p.cases > 0 for p in self.proofs), self.unproved
-        if self.wrong:
-            return f"WRONG on {self.device}: {'; '.join(self.wrong)}"
+        if self.errors:
+            way = (
+                "no other kernels are proved: use --device cpu"
+                if self.options is None
+                else f"runs with {self.options} instead"
+            )
+            return f"WRONG on {self.device}: {'; '.join(self.errors)}; {way}"
         rest = f"; not run: {', '.join(left)}" if left else ""
         return f"proved: {count} kernels and the texts of {len({t.model for t in self.texts})} models on {self.device}{rest}"
-
-
-def report_path(device: str, driver: str, kernels: str) -> Path:
-    """Where the report of a device is kept."""
-    name = "".join(c if c.isalnum() else "-" for c in f"{device}-{driver}-{kernels}")
-    return cache_folder() / "proofs" / f"{name}.json"
 
 
 # --- what the models' plans use --------------------------------------------------------------------------------------
@@ -278,6 +281,30 @@ def prove(opened: Callable[..., VulkanDevice], models: Sequence[str]) -> Report:
                 for kernel in used & proofs.keys():
                     proofs[kernel].cases += 1
     report.seconds = time.monotonic() - begin
+    report.wrong = [p.kernel for p in report.proofs if p.error] + [t.model for t in report.texts if t.error]
+    return report
+
+
+ROUTES: tuple[dict[str, Any], ...] = (
+    {"without": ["matrix_lanes"]},
+    {"without": ["f16_matrices"]},
+    {"tuning": "default"},
+    {"tuning": "default", "without": ["f16_matrices"]},
+)
+"""Options of VulkanDevice that select other kernels: without matrix units' register layout, without matrix units, without
+tuned tiles and fused groups."""
+
+
+def routed(opened: Callable[..., VulkanDevice], models: Sequence[str]) -> Report:
+    """Prove a device; where kernels are wrong, find options that avoid them, and with which all others are proved."""
+    report = prove(opened, models)
+    if report.wrong:
+        report.options = None
+        for options in ROUTES:
+            other = prove(lambda **more: opened(**more, **options), models)  # noqa: B023
+            if not other.wrong:
+                report.options = options
+                break
     return report
 
 
@@ -365,10 +392,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    from hybrid.devices.proofs import report_path
     from hybrid.kernels.vulkan.device import open_device
 
     models = args.models or [*(str(m) for m in sorted(MODELS.glob("*.gguf"))), *model_names()]
-    report = prove(lambda **options: open_device(args.device, **options), models)
+    report = routed(lambda **options: open_device(args.device, **options), models)
     text = json.dumps(asdict(report), indent=1)
     path = args.output or report_path(report.device, report.driver, report.kernels)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -212,7 +212,7 @@ class SingleDevice:
     backend: ClassVar[str]
     passes_ahead: ClassVar[int] = 1
     overlaps: ClassVar[bool] = False
-    failures: ClassVar[Sequence[str]] = ()
+    failures: Sequence[str] = ()
     copies: ClassVar[str] = ""
     threads: str = ""
     available: int | None = None

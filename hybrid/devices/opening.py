@@ -103,8 +103,21 @@ def _vulkan(selector: str) -> Device:
         from hybrid.kernels.vulkan.device import open_device
     except ImportError as e:
         raise NoDevice(f"the Vulkan backend cannot be imported ({e}); install the package vulkan") from None
+    from hybrid.devices.proofs import known
+    from hybrid.kernels.vulkan.kernel import kernels_digest
+
     try:
-        return open_device(selector or "auto")
+        device = open_device(selector or "auto")
+        found = known(device.info.name, device.report.driver, kernels_digest())
+        if found is None or not found.wrong:
+            return device
+        device.close()
+        wrong = f"{device.name} computes wrong results in {', '.join(found.wrong)} (python -m hybrid.prove)"
+        if found.options is None:
+            raise NoDevice(f"{wrong}, and no other kernels are proved")
+        device = open_device(selector or "auto", **found.options)
+        device.failures = (f"{wrong}: runs with {found.options}",)
+        return device
     except VulkanUnavailable as e:
         raise NoDevice(str(e)) from None
 
