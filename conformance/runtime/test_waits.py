@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hybrid
 from conformance.runtime.test_vulkan_runtime import open_toys
-from conformance.support.devices import Driver, shared_device
-from conformance.support.models import MODELS
+from conformance.support.devices import Devices, Driver, open_another, shared_device
+from conformance.support.models import BOTH, MODELS, demo
 from conformance.support.texts import greedy
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import DeviceLost
+from hybrid.devices.opening import Opened
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
 from hybrid.kernels.vulkan import bounds, timeline
 from hybrid.kernels.vulkan.api import vk
-from hybrid.kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, Bounds, bounds_of
+from hybrid.kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, PEAK_SHARE, Bounds, bounds_of
 from hybrid.kernels.vulkan.instance import DeviceInfo
 from hybrid.planning.cost import Cost, plan_cost
 
@@ -153,3 +156,33 @@ def test_passes_uploads_and_downloads_carry_their_cost() -> None:
         device.transfer.fill(piece, 0)
         assert queue._running[-1][1]() == Cost(nbytes=1 << 20)
         device.memory_pool.release(piece, "scratch")
+
+
+def test_programs_are_cut_where_a_submit_would_last_too_long() -> None:
+    of = Bounds(1.0, gb_s=1.0, tflops=1.0, submit=1.0)
+    fifth = Cost(flops=10**12 // (5 * PEAK_SHARE))
+    assert [end for end, _ in of.parts([fifth] * 12)] == [5, 10, 12]
+    assert [end for end, _ in of.parts([fifth.times(20), fifth])] == [1, 2], "a step is not cut"
+    assert of.parts([fifth] * 3) == [(3, fifth.times(3))] and of.parts([]) == [(0, Cost())]
+    assert [end for end, _ in replace(of, submit=None).parts([fifth] * 99)] == [99]
+    info = DeviceInfo(0, "Radeon 780M", "integrated")
+    assert bounds_of(info, vendor="amd").submit == 1.0 and bounds_of(info, vendor="nvidia").submit is None
+
+
+def test_a_text_is_the_same_in_many_submits(devices: Devices) -> None:
+    """Of a prompt, whose steps are cut, and of decoded tokens, which stay one submit each where they are short."""
+    counted, texts = [], ()
+    asked: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    for limit in (None, 0.05, 1e-9):
+        device = open_another(devices.get("vulkan"))
+        device.queue.bounds = replace(device.queue.bounds, submit=limit)
+        with hybrid.load(demo(layers=BOTH), Opened(device, device), ctx=128) as model:
+            ids = model.submit(list(range(2, 90)), **asked).result().ids
+            before = model.engine.counters.copy()
+            again = model.submit(list(range(2, 90)), **asked).result().ids
+            found = model.engine.counters.minus(before)
+            counted.append((found.submits, found.dispatches))
+            assert again == ids
+            assert ids == (texts := texts or ids) and len(set(ids)) > 1
+    (plain, dispatches), (_, few), (most, many) = counted
+    assert dispatches == few == many and plain < 10 and most > dispatches // 2

@@ -13,6 +13,7 @@ when both wall time and this process's CPU time exceed the bound, or wall time e
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid.core.plan import Plan
@@ -25,6 +26,9 @@ NEIGHBOURS = 20
 SLACK = 10  # exact kernels in float32 reach a third of an H200's peak, the smallest dispatches far less
 FLOOR_S, CPU_FLOOR_S = 10.0, 60.0  # of a real GPU; of a CPU driver, whose threads compete for cores
 STARVED = 10
+PEAK_SHARE = 3  # by which kernels are expected to be slower than the peaks, at most
+SUBMIT_S = {"amd": 1.0, "intel": 1.0}
+"""By vendor: their drivers reset a ring whose submit takes several seconds, and all that runs on it is lost."""
 CLASSES = {"discrete": (50.0, 1.0), "integrated": (20.0, 0.2), "cpu": (2.0, 0.002)}  # GB/s, TFLOPS in float32
 OTHER = CLASSES["integrated"]  # virtual devices, and those of no stated kind
 
@@ -39,6 +43,8 @@ class Bounds:
     flat: float | None = None
     own: bool = False
     """The device computes in this process's threads."""
+    submit: float | None = None
+    """Seconds that one submit may last; None: as long as it takes."""
 
     def __post_init__(self) -> None:
         if not (self.floor > 0 and self.gb_s > 0 and self.tflops > 0 and (self.flat is None or self.flat > 0)):
@@ -51,6 +57,18 @@ class Bounds:
         at_peak = cost.nbytes / (self.gb_s * 1e9) + cost.flops / (self.tflops * 1e12)
         return self.floor + NEIGHBOURS * SLACK * at_peak
 
+    def parts(self, costs: Sequence[Cost]) -> list[tuple[int, Cost]]:
+        """Where to cut a program whose steps cost so much: (end, cost of the steps up to it), ascending; a step is never
+        cut."""
+        found, spent, now = list[tuple[int, Cost]](), 0.0, Cost()
+        for i, cost in enumerate(costs):
+            seconds = PEAK_SHARE * (cost.nbytes / (self.gb_s * 1e9) + cost.flops / (self.tflops * 1e12))
+            if self.submit is not None and spent and spent + seconds > self.submit:
+                found.append((i, now))
+                spent, now = 0.0, Cost()
+            spent, now = spent + seconds, now + cost
+        return [*found, (len(costs), now)]
+
     def late(self, bound: float, waited: float, spent: float) -> float | None:
         """Seconds to report as exceeded, or None while the wait is in time. waited: seconds so far; spent: CPU seconds
         of this process in them."""
@@ -59,7 +77,7 @@ class Bounds:
         return waited if min(waited, spent) > bound or waited > STARVED * bound else None
 
 
-def bounds_of(info: DeviceInfo, timeout: float | None = None) -> Bounds:
+def bounds_of(info: DeviceInfo, timeout: float | None = None, vendor: str = "") -> Bounds:
     """Bounds of a device by its sheet, else its class. timeout, or HYBRID_VULKAN_TIMEOUT, makes them flat."""
     from hybrid.spec.devicesheet import sheet_for  # not needed to record a plan without a device
 
@@ -71,7 +89,9 @@ def bounds_of(info: DeviceInfo, timeout: float | None = None) -> Bounds:
     if peak and peak.f32_tflops:
         tflops = peak.f32_tflops.value
     floor = CPU_FLOOR_S if info.kind == "cpu" else FLOOR_S
-    return Bounds(floor, gb_s, tflops, _asked() if timeout is None else timeout, own=info.kind == "cpu")
+    return Bounds(
+        floor, gb_s, tflops, _asked() if timeout is None else timeout, info.kind == "cpu", SUBMIT_S.get(vendor)
+    )
 
 
 def declared(plan: Plan) -> Cost:

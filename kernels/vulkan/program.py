@@ -6,6 +6,7 @@ H200, empty dispatch: 1.8 us after a barrier with 1 workgroup, 2.4 with 1056; 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid.core.device import StepTime
@@ -16,13 +17,18 @@ from hybrid.kernels.vulkan.bounds import declared
 from hybrid.kernels.vulkan.clock import host_seconds
 from hybrid.kernels.vulkan.memory import Slice, align_up
 from hybrid.kernels.vulkan.recorder import GRID_WORDS, Barrier, Dispatch, Recorder
-from hybrid.spec.cost import Cost
+from hybrid.spec.cost import Cost, step_cost
+from hybrid.spec.op import load_ops
 
 if TYPE_CHECKING:
     from hybrid.kernels.vulkan.device import VulkanDevice
 
 _COMPUTE, _INDIRECT = 0x800, 0x2  # pipeline stages
 _SHADER_READ, _SHADER_WRITE, _INDIRECT_READ = 0x20, 0x40, 0x1  # accesses
+
+
+def _same(cost: Cost) -> Cost:
+    return cost
 
 
 class Program:
@@ -47,9 +53,10 @@ class Program:
         self.barriers = sum(b is not None for b in self.recording.barriers)
         self.pool: Any = None
         self.queries: Any = None
-        self.command: Any = None
+        self.commands: list[Any] = []
+        """One command buffer, or several where a submit may last only so long (bounds.py)."""
         self.ticket = 0
-        self._submits: dict[int, Any] = {}
+        self._submits: dict[int, list[Any]] = {}
         device.programs.add(self)
         try:
             self._places = self._place(recorder)
@@ -57,7 +64,6 @@ class Program:
             if profile:
                 info = vk.VkQueryPoolCreateInfo(queryType=vk.VK_QUERY_TYPE_TIMESTAMP, queryCount=len(plan.steps) + 1)
                 self.queries = vk.vkCreateQueryPool(device.handle, info, None)
-            self.command = device.command_buffer()
             self._record()
         except BaseException:
             self.close()
@@ -150,22 +156,40 @@ class Program:
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def _record(self) -> None:
-        device, command = self.device, self.command
+        """Record the dispatches, into as many command buffers as the device's bound of a submit asks for."""
+        costs = [Cost()] * len(self.plan.steps)
+        if self.device.queue.bounds.submit is not None:
+            ops = load_ops()
+            costs = [step_cost(self.plan, s) if s.op in ops else Cost() for s in self.plan.steps]
+        self._costs = self.device.queue.bounds.parts(costs)
+        first, step = 0, 0
+        for part, (steps, _) in enumerate(self._costs):
+            end = next((i for i, d in enumerate(self.recording.dispatches) if d.step >= steps), self.dispatches)
+            if part == len(self._costs) - 1:
+                end = self.dispatches
+            self.commands.append(self.device.command_buffer())
+            step = self._record_part(self.commands[-1], range(first, end), step, part == len(self._costs) - 1)
+            first = end
+        self.device.counters.recordings += 1
+
+    def _record_part(self, command: Any, part: range, step: int, last: bool) -> int:
+        """Record some dispatches, the first of them of a step after `step`; returns the step of the last one."""
         begin = vk.VkCommandBufferBeginInfo(flags=vk.VK_COMMAND_BUFFER_USAGE_SIMULTANEOUS_USE_BIT)
         check(lib.vkBeginCommandBuffer(command, ffi.addressof(begin)), "recording")
-        if self.queries is not None:
+        if self.queries is not None and not part.start:
             lib.vkCmdResetQueryPool(command, self.queries, 0, len(self.plan.steps) + 1)
-            self._stamp(0)
+            self._stamp(command, 0)
         barrier = ffi.new("VkMemoryBarrier *")
         barrier.sType = vk.VK_STRUCTURE_TYPE_MEMORY_BARRIER
         sets = ffi.new("VkDescriptorSet[1]")
-        pipeline, bound, step = None, None, 0
-        for d, before, descriptors in zip(self.recording.dispatches, self.recording.barriers, self._sets, strict=True):
+        pipeline, bound = None, None
+        for i in part:
+            d, before, descriptors = self.recording.dispatches[i], self.recording.barriers[i], self._sets[i]
             while step < d.step:
                 step += 1
-                self._stamp(step)
+                self._stamp(command, step)
             if before is not None:
-                self._barrier(before, barrier)
+                self._barrier(command, before, barrier)
             if d.kernel.pipeline != pipeline:
                 lib.vkCmdBindPipeline(command, vk.VK_PIPELINE_BIND_POINT_COMPUTE, d.kernel.pipeline)
                 pipeline = d.kernel.pipeline
@@ -185,38 +209,47 @@ class Program:
                 lib.vkCmdDispatchIndirect(
                     command, self._grids.buffer.handle, self._grids.offset + 4 * GRID_WORDS * d.entry
                 )
-        while step < len(self.plan.steps):
+        while last and step < len(self.plan.steps):
             step += 1
-            self._stamp(step)
-        device.barrier_all(command)  # every command buffer ends with it, so that none needs one at its start
+            self._stamp(command, step)
+        self.device.barrier_all(command)  # every command buffer ends with it, so that none needs one at its start
         check(lib.vkEndCommandBuffer(command), "recording")
-        device.counters.recordings += 1
+        return step
 
-    def _barrier(self, wanted: Barrier, barrier: Any) -> None:
+    def _barrier(self, command: Any, wanted: Barrier, barrier: Any) -> None:
         source = _COMPUTE | (_INDIRECT if wanted.from_indirect else 0)
         target = _COMPUTE | (_INDIRECT if wanted.to_indirect else 0)
         barrier.srcAccessMask = _SHADER_WRITE
         barrier.dstAccessMask = _SHADER_READ | _SHADER_WRITE | (_INDIRECT_READ if wanted.to_indirect else 0)
-        lib.vkCmdPipelineBarrier(self.command, source, target, 0, 1, barrier, 0, ffi.NULL, 0, ffi.NULL)
+        lib.vkCmdPipelineBarrier(command, source, target, 0, 1, barrier, 0, ffi.NULL, 0, ffi.NULL)
 
-    def _stamp(self, query: int) -> None:
+    def _stamp(self, command: Any, query: int) -> None:
         if self.queries is not None:
-            lib.vkCmdWriteTimestamp(self.command, vk.VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, self.queries, query)
+            lib.vkCmdWriteTimestamp(command, vk.VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, self.queries, query)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def submit(self, times: int = 1) -> int:
         """Start the plan `times` times in a row; returns the ticket to wait for. Allocates and records nothing."""
-        if self.command is None:
+        if not self.commands:
             raise VulkanError(f"program {self.plan.name} is closed")
-        info = self._submits.get(times)
-        if info is None:
-            info = self._submits[times] = self.device.submit_info(self.command, times, lambda: self.cost().times(times))
-        self.ticket = self.device.submit(info)
+        infos = self._submits.get(times)
+        if infos is None:
+            infos = self._submits[times] = self._infos(times)
+        for info in infos:
+            self.ticket = self.device.submit(info)
         counters = self.device.counters
         counters.dispatches += times * self.dispatches
         counters.barriers += times * self.barriers
         return self.ticket
+
+    def _infos(self, times: int) -> list[Any]:
+        """The submits of so many runs: one, or one for each command buffer of each run."""
+        submit_info = self.device.submit_info
+        if len(self.commands) == 1:
+            return [submit_info(self.commands[0], times, lambda: self.cost().times(times))]
+        costs = [partial(_same, cost) for _, cost in self._costs]
+        return [submit_info(command, 1, cost) for command, cost in zip(self.commands, costs, strict=True)] * times
 
     def cost(self) -> Cost:
         """Cost of one run, for the bound of waits."""
@@ -260,9 +293,10 @@ class Program:
 
     def close(self) -> None:
         """Free the command buffer, descriptors and this program's own memory. Waits for its last submit."""
-        if self.command is not None:
+        if self.commands:
             self.device.wait(self.ticket)
-            self.device.free_command(self.command)
+        for command in self.commands:
+            self.device.free_command(command)
         if self.pool is not None:
             vk.vkDestroyDescriptorPool(self.device.handle, self.pool, None)
         if self.queries is not None:
@@ -271,6 +305,6 @@ class Program:
             self.device.memory_pool.release(piece, purpose)
         for name in self.guarded:
             self.device.drop(name)
-        self.command = self.pool = self.queries = None
-        self.owned, self.guarded = [], ()
+        self.pool = self.queries = None
+        self.commands, self.owned, self.guarded = [], [], ()
         self.device.programs.discard(self)

@@ -64,8 +64,8 @@ class Queue:
         self.instance = Instance(self.validation, self.validation_messages.append)
         try:
             self.info = select(self.instance.devices(), selector)
-            self.bounds = bounds_of(self.info, timeout)
             self.report = query(self.instance.handle, self.info.handle)
+            self.bounds = bounds_of(self.info, timeout, self.report.vendor)
             if self.instance.layer_version is not None:
                 self.report = known_to_layer(self.report, self.instance.layer_version)
             self.report.demand(self.info.label)
