@@ -386,6 +386,17 @@ def test_a_slot_is_reused_after_overlapping_passes():
     assert server.right(second)
 
 
+def test_block_tables_of_a_message_are_bounded_whatever_counts_as_computed():
+    """Many requests whose positions are marked as computed enter in several passes."""
+    server = loop(slots=8, ctx=200, blocks=8 * 51)
+    streams = [server.add(prompt(180, i), 4, start=170) for i in range(8)]
+    passes = server.steps(12)
+    assert all(len(done.writes) <= server.scheduler.max_writes for done in passes)
+    assert sum(len(done.writes) for done in passes) >= 8 * 43 > server.scheduler.max_writes
+    server.drain()
+    assert all(len(s.generated) == 4 for s in streams)
+
+
 def test_positions_marked_computed_are_neither_found_nor_shared():
     server = loop(window=6)
     server.add(prompt(20), 1, start=13)

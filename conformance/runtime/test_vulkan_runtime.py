@@ -327,7 +327,10 @@ def test_profiled_steps_have_names_and_times(device: VulkanDevice) -> None:
 def test_a_failed_compilation_gives_a_reason_and_frees_memory(device: VulkanDevice) -> None:
     prepare(device)
     programs = device.memory()["programs"]
-    with pytest.raises(VulkanError, match=r"no binding for operation 'conv'; known: affine, bump; a new one is kernels/vulkan/ops/conv.py"):
+    with pytest.raises(
+        VulkanError,
+        match=r"no binding for operation 'conv'; known: affine, bump; a new one is kernels/vulkan/ops/conv.py",
+    ):
         device.compile(chain({"op": "conv"}))
     with pytest.raises(VulkanError, match=r"no SPIR-V module 'toy\.gone'.*nearest: toy\.affine"):
         device.compile(chain({"kernel": "toy.gone"}))

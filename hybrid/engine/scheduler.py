@@ -800,6 +800,8 @@ class Scheduler:
         held = request.held
         assert held is not None and request.slot is not None
         n = request.start // self.blocks.block + 1
+        if self._writes and len(self._writes) + n * len(self.blocks.pools) > self.max_writes:
+            return False  # a message holds the tables of a whole context once: the others come with the next passes
         if not self.blocks.begin(held, n, request.start, request.slot, self._writes):
             return False
         request.position, request.until = request.start, n * self.blocks.block
