@@ -70,12 +70,12 @@ def proofs() -> list[str]:
         wrong, cases = sum(bool(p["error"]) for p in r["proofs"]), sum(p["cases"] for p in r["proofs"])
         texts = max((t["apart"] for t in r["texts"]), default=0.0)
         rows.append(
-            f"| [{r['device']}](proofs/{path.name}), {r['driver']} | {len(r['proofs'])}, {wrong} | {cases} | {texts:.2f} | "
+            f"| [{r['device']}](proofs/{path.name}), {r['driver']} | {r['kernels'][:6]} | {len(r['proofs'])}, {wrong} | {cases} | {texts:.2f} | "
             f"{r['seconds']:.0f} s |"
         )
     head = [
-        "| device, driver | kernels, wrong | cases | logits beside cpu, standard deviations | took |",
-        "|---|---|---:|---:|---:|",
+        "| device, driver | digest | kernels, wrong | cases | logits beside cpu, standard deviations | took |",
+        "|---|---|---|---:|---:|---:|",
     ]
     return [*head, *rows]
 
