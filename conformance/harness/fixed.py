@@ -76,7 +76,7 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
     kernels)."""
     base, axis = base_bind(spec), spec.token_axis
     for seed, rows in enumerate((1, 3, 2 * tile_of(spec, axis) + 3) if axis else (1,)):
-        yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
+        yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed, turn=seed)
     if axis and "sparsity" in spec.attributes:  # sparse rows have their own kernels
         case = variant(spec, {**base, axis: 3}, dtypes, 3)
         sparse = replace(case, attrs={**case.attrs, "sparsity": 0.8})
@@ -92,7 +92,7 @@ def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     for i, sizes_ in enumerate(spec.backend(backend).sizes()):
         for j, dtypes in enumerate(choices):
             bind = base_bind(spec) | {k: int(v) for k, v in sizes_.items() if k in spec.axes}
-            case = variant(spec, bind, dtypes, 10 * i + j)
+            case = variant(spec, bind, dtypes, 10 * i + j, turn=i + j)
             attrs = {k: v for k, v in sizes_.items() if k in spec.attributes}
             yield ",".join(f"{k}={v}" for k, v in sizes_.items()), replace(case, attrs={**case.attrs, **attrs})
 
@@ -122,11 +122,16 @@ def _bytes(spec: OpSpec, case: Case, name: str) -> int:
 
 
 def variant(
-    spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], seed: int, fixed: frozenset[str] = frozenset()
+    spec: OpSpec,
+    bind: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    seed: int,
+    fixed: frozenset[str] = frozenset(),
+    turn: int = 0,
 ) -> Case:
-    """A case of these sizes, with the attributes of turn `seed` and one dead row."""
+    """A case of these sizes, with the attributes of a turn (`sizes.attributes`) and one dead row."""
     bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
-    attrs = attributes(spec, bind, seed)
+    attrs = attributes(spec, bind, turn)
     if "window" in attrs:
         attrs["window"] = 1 + context(bind) // 2 if seed % 2 else 0
     if "sparsity" in attrs:  # sparse rows have their own kernels (dtype_cases)
