@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Types = tuple[tuple[str, str], ...]
 APART, LEAD = 0.15, 0.5
-"""Limits of `Text`. Devices with f16 activations reach 0.06 and 0.25 of cpu's int8; a wrong layer exceeds 1."""
+"""Limits of `Text`. f16 activations for cpu's int8 reach 0.10 and 0.01 (docs/proofs)."""
 PROMPT, TEXT, CONTEXT, LAYERS = 40, 12, 96, 6
 ON_CPU = 1 << 30  # bytes of weights of the largest model whose texts are compared
 

@@ -89,7 +89,7 @@ class Installation:
         return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")} | own
 
     def untouched(self) -> bool:
-        """Whether all files are as installed."""
+        """True if no installed file changed."""
         return files(self.packages) == json.loads((self.root / "files.json").read_text())
 
     def run(self, commands: list[list[str]]) -> dict[str, tuple[object, str, str]]:

@@ -109,7 +109,7 @@ def test_deterministic_texts_have_the_same_bits_with_drafts() -> None:
 
 
 def test_where_texts_diverge_either_token_must_be_allowed() -> None:
-    """Which differences the comparison accepts."""
+    """The comparison accepts a near tie of the two tokens, and no other difference."""
     with hybrid.load(DEMO, "cpu", ctx=CTX, precision="exact") as model:
         (prompt,) = beginnings(model, 1)
         logits = model.logits(prompt)[-1]

@@ -188,7 +188,7 @@ def test_what_a_window_has_passed_goes_from_its_beginning():
 
 
 def test_the_middle_of_a_branch_goes_before_its_last_window():
-    """Of 10 local blocks, two sequences of 20 positions (window 6) leave 5 each. The next sequence evicts the middle
+    """Two sequences of 20 positions (window 6) leave 5 of 10 local blocks each. The next sequence evicts the middle
     blocks."""
     blocks = store(blocks=40, window=6, local=10)
     a, b = [1] * 20, [2] * 20

@@ -138,7 +138,7 @@ def spent(
     ],
 )
 def test_cost_and_gain_of_drafts(rate: float, cost: Callable[[int], float], draft: float, most: float) -> None:
-    """Of a text of 400 tokens: half of the trials of an unpredictable one are in its first 64."""
+    """Half of the drafting trials of an unpredictable text of 400 tokens are in its first 64."""
     found = spent(rate, cost, draft=draft)
     assert found.seconds <= most * TOKENS * cost(1), found
 
@@ -196,7 +196,7 @@ def test_sequences_with_drafts_share_one_pass() -> None:
 
 
 def test_drafts_that_no_pass_took_go_with_the_drafter() -> None:
-    """The pass after them reads back rows of another request, then the drafter fails: the device goes on by itself."""
+    """A read-back pass of another request follows the drafts, then the drafter fails: the device samples without drafts."""
     blocks = Blocks([Group("local", 80, WINDOW)], BLOCK)
     scheduler, failures = Scheduler(blocks, Limits(2, 40, rows=16, outs=16), lambda: 0.0), list[str]()
     drafter, runner = Rated(Oracle([WINDOW]), 1.0, Clock(), float), Runner(blocks.groups, BLOCK, 2, 10)

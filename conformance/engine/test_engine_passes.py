@@ -1,4 +1,4 @@
-"""How an engine splits its work into passes, on the NumPy device: rows, buckets, submits, and state at the end."""
+"""Engine passes on the cpu device: rows, buckets, submits, and final state."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_reading_logits_gives_its_slots_back(engine: Engine) -> None:
 
 
 def test_rows_that_run_again_are_delivered_once(engine: Engine) -> None:
-    """Of a request that restarts, as after an aborted step."""
+    """A request restarts, as after an aborted step."""
     wanted = engine.logits(IDS, 8)
     parts = engine.logits_of([IDS], 8)
     found = [next(parts)]

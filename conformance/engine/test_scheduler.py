@@ -1,4 +1,4 @@
-"""Which rows run when: rows per pass, order, sharing, free blocks. Random requests: test_scheduler_machine.py."""
+"""Scheduler: rows per pass, order, prefix sharing, free blocks. Random requests: test_scheduler_machine.py."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_a_reader_that_rests_gives_its_slot_up():
 
 
 def test_a_slot_that_an_idle_reader_gives_up_may_still_be_read():
-    """Where passes overlap, the slot is reused only after those in flight."""
+    """Overlapping passes: a slot is reused only after the passes in flight."""
     server = loop(slots=2, overlap=True)
     server.scheduler.ready = lambda request: not request.captured
     reader, other = server.add(prompt(30), 1, capture="hidden", rows=8, ahead=False), server.add(prompt(4, 3), 9)

@@ -140,7 +140,7 @@ def texts(drawn: int, seed: int = 0) -> list[str]:
 
 
 def is_plain(text: str, pieces: Pieces) -> bool:
-    """Whether the text has no feature on which engines are known to differ (docs/models.md)."""
+    """True if engines are not known to differ on the text (docs/models.md)."""
     longest = max(len(p) for p, _, _ in pieces if set(p) == {SPACE})
     return SPACE not in text and all(len(run) <= longest for run in re.findall(" +", text))
 

@@ -57,12 +57,12 @@ def context(bind: Mapping[str, int]) -> int:
 
 
 def one_row_per_slot(spec: OpSpec) -> bool:
-    """Whether the operation takes at most one row of each sequence."""
+    """True for operations that take at most one row of each sequence."""
     return ("slots",) in spec.constraints.distinct
 
 
 def takes_runs(spec: OpSpec) -> bool:
-    """Whether output rows include several consecutive positions of one sequence."""
+    """True for operations whose output rows may be consecutive positions of one sequence."""
     domain = spec.inputs["out_rows"].domain if "out_rows" in spec.inputs else None
     return domain is not None and domain.dist == "runs"
 

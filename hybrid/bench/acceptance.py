@@ -18,10 +18,10 @@ from typing import Any
 
 import hybrid
 from hybrid.arguments import open_model
-from hybrid.bench.report import SCHEMA, say
+from hybrid.bench.report import about, say
 from hybrid.checkpoint import Checkpoint
 from hybrid.cli import UsageError
-from hybrid.devices.about import driver_of, kernels_of, provenance
+from hybrid.devices.about import provenance
 from hybrid.engine.speculation import MOST, Replay, expected
 
 NOISE = 1e6  # the temperature
@@ -168,15 +168,8 @@ def acceptance(args: argparse.Namespace, command: str) -> int:
         **options,
     ) as model:
         tests, found = AcceptanceTests(model, args.repetitions), list[dict[str, Any]]()
-        main = getattr(model.engine.device, "main", model.engine.device)
         report: dict[str, Any] = {
-            "schema": SCHEMA,
-            "command": command,
-            "device": model.device,
-            "driver": driver_of(main),
-            "kernels": kernels_of(main),
-            "model": model.checkpoint.name,
-            "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
+            **about(model, command),
             "draft": tests.name,
             "passed_over": [*model.passed_over, *model.engine.faults],
             "speculation": found,

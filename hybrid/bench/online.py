@@ -14,11 +14,11 @@ import hybrid
 from hybrid.arguments import open_model
 from hybrid.bench import requests, talk
 from hybrid.bench.acceptance import check_draft, draft_of
-from hybrid.bench.report import SCHEMA, energy_dict, say
+from hybrid.bench.report import about, energy_dict, say
 from hybrid.bench.speculating import WARM, Drafts, Runs
 from hybrid.cli import UsageError
 from hybrid.core import garbage
-from hybrid.devices.about import driver_of, kernels_of, provenance
+from hybrid.devices.about import provenance
 from hybrid.devices.energy import meter_for
 from hybrid.engine.speculation import MOST
 
@@ -50,14 +50,8 @@ def online(args: argparse.Namespace, command: str) -> int:
         garbage.keep()
         device = model.engine.device
         main = getattr(device, "main", device)
-        about: dict[str, Any] = {
-            "schema": SCHEMA,
-            "command": command,
-            "device": model.device,
-            "driver": driver_of(main),
-            "kernels": kernels_of(main),
-            "model": model.checkpoint.name,
-            "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
+        report: dict[str, Any] = {
+            **about(model, command),
             "weights_bytes": device.memory()["weights"],
             "context": model.engine.cache.ctx,
             "slots": slots,
@@ -66,14 +60,14 @@ def online(args: argparse.Namespace, command: str) -> int:
             "passed_over": _passed_over(model),
             "seed": args.seed,
         }
-        say(_head(about), args.json)
+        say(_head(report), args.json)
         run = _conversation if args.conversation else _requests
         found = run(args, model, meter_for(main) if args.energy else None)
-        later = [reason for reason in _passed_over(model) if reason not in about["passed_over"]]
+        later = [reason for reason in _passed_over(model) if reason not in report["passed_over"]]
     if later:
         say([f"passed over: {reason}" for reason in later], args.json)
     if args.json:
-        print(json.dumps({**about, "passed_over": [*about["passed_over"], *later], **found}))
+        print(json.dumps({**report, "passed_over": [*report["passed_over"], *later], **found}))
     return 0
 
 

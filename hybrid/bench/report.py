@@ -12,8 +12,9 @@ from hybrid.bench.ceiling import Ceiling
 from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
 from hybrid.core.units import show_rate
-from hybrid.devices.about import provenance
+from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.devices.energy import Energy
+from hybrid.model import Model
 
 SCHEMA = 1
 
@@ -49,6 +50,20 @@ def energy_dict(energy: Energy, tokens: int) -> dict[str, Any]:
         "watts": energy.watts,
         "joules_per_token": energy.per(tokens),
         "line": energy.line(tokens),
+    }
+
+
+def about(model: Model, command: str) -> dict[str, Any]:
+    """What ran: schema, command, device, driver, kernels, model, types."""
+    main = getattr(model.engine.device, "main", model.engine.device)
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "device": model.device,
+        "driver": driver_of(main),
+        "kernels": kernels_of(main),
+        "model": model.checkpoint.name,
+        "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
     }
 
 

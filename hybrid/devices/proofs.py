@@ -36,6 +36,8 @@ def known(device: str, driver: str, kernels: str) -> Known | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         wrong = tuple(str(name) for name in found["wrong"])
         options = None if found["options"] is None else dict(found["options"])
+        if options and not options.keys() <= {"tuning", "without"}:
+            raise ValueError(f"options: {', '.join(options)} are not known")
         return Known(wrong, options, len(found["proofs"]))
     except FileNotFoundError:
         return None

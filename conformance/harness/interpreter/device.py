@@ -129,7 +129,7 @@ class InterpretedProgram(Program):
     """A program whose dispatches run on submit. Fault where two of them race."""
 
     logs: Sequence[Log] = ()
-    """What the latest runs touched."""
+    """Access logs of the latest runs."""
 
     def _descriptor_sets(self) -> list[Any]:
         return []

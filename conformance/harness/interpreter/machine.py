@@ -127,7 +127,7 @@ class Machine(Subgroups):
         self.index = {b.label: i for i, b in enumerate(self.blocks)}
 
     def _seen(self, binding: int | None) -> Seen:
-        """What is told of accesses to a binding, or to shared memory (None)."""
+        """The access callback of a binding, or of shared memory (None)."""
         watch, touched = self.watch, self.touched
         if watch is not None:
             shared = binding is None
