@@ -82,6 +82,7 @@ ENGINE = (
     "memory",
     "draft",
     "speculate",
+    "prove",
 )
 """Arguments of `add_engine` with the same name in hybrid.load."""
 
@@ -120,6 +121,12 @@ def add_engine(p: argparse.ArgumentParser) -> None:
         dest="memory",
         metavar="SIZE",
         help="device memory budget such as 16GiB; the KV cache gets the rest after weights and activations (full contexts)",
+    )
+    p.add_argument(
+        "--no-prove",
+        dest="prove",
+        action="store_false",
+        help="do not prove a model's kernels on its first load with this GPU and driver",
     )
     add_drafts(p)
 

@@ -105,10 +105,10 @@ def _vulkan() -> Iterator[Finding]:
 
 def _proof(info: Any, driver: str) -> Finding:
     """What `hybrid.prove` has said of a device with this driver and these kernels."""
-    from hybrid.devices.proofs import known
+    from hybrid.devices.proofs import known, report_path
     from hybrid.kernels.vulkan.kernel import kernels_digest
 
-    name, found = f"{info.label}: kernels", known(info.name, driver, kernels_digest())
+    name, found = f"{info.label}: kernels", known(report_path(info.name, driver, kernels_digest()))
     if found is None:
         return Finding(
             "vulkan",
@@ -118,7 +118,7 @@ def _proof(info: Any, driver: str) -> Finding:
             f"python -m hybrid.prove --device vulkan:{info.index}",
         )
     if not found.wrong:
-        return Finding("vulkan", name, "ok", f"{found.kernels} proved with this driver")
+        return Finding("vulkan", name, "ok", f"{len(found.proved)} proved with this driver")
     wrong = f"wrong with this driver: {', '.join(found.wrong)}"
     if found.options is None:
         return Finding("vulkan", name, "missing", wrong, "another driver; until then --device cpu works")

@@ -55,6 +55,7 @@ def load(
     draft: str | os.PathLike[str] | Checkpoint | Drafter | None = None,
     speculate: Literal["auto"] | int | None = None,
     warm: bool = False,
+    prove: bool = True,
 ) -> Model:
     """Load a .gguf file, a Hugging Face directory or an open checkpoint on a device.
 
@@ -79,6 +80,7 @@ def load(
     speculate: draft tokens of a pass: a number, 0 for none, or auto (by acceptance and measured pass times). Without
     draft it means "lookup".
     warm: compile passes of all batch sizes now, not on the first request that needs them.
+    prove: before a model's first load on a Vulkan device and driver, run each of its kernels once against the oracle.
 
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with a one-line message and its fix.
     """
@@ -101,11 +103,11 @@ def load(
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     try:
-        made = ready(checkpoint, device, schedule, config, clock, npu, warm, queue)
+        made = ready(checkpoint, device, schedule, config, clock, npu, warm, queue, prove)
         try:
             if drafts:
                 k = drafts if isinstance(speculate, int) else None
-                made.engine.speculate(drafter_for(made, draft, slots, warm), k)
+                made.engine.speculate(drafter_for(made, draft, slots, warm, prove), k)
             if warm:
                 # a full collection takes long with a loaded model: do it before the first request
                 gc.collect()

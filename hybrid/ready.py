@@ -35,9 +35,10 @@ def ready(
     npu: NpuKind = "npu",
     warm: bool = False,
     queue: int = QUEUE,
+    prove: bool = True,
 ) -> Ready:
     """Open devices and make an engine; arguments as of hybrid.load. clock: records load times."""
-    clock, given = clock or LoadClock(), schedule is not None
+    named, clock, given = schedule, clock or LoadClock(), schedule is not None
     if schedule is None:
         schedule = find_schedule(checkpoint.hparams.family)
     elif not isinstance(schedule, Schedule):
@@ -55,17 +56,37 @@ def ready(
             engine.runner.warm_up()
             if warm:
                 engine.runner.warm()
+        with clock.phase("proof"):
+            right = not prove or proved(opened, checkpoint, config, schedule)
     except BaseException:
         opened.device.close()
         raise
-    return Ready(opened, engine)
+    if right:
+        return Ready(opened, engine)
+    opened.device.close()
+    if not isinstance(device, str):
+        raise RuntimeError(f"{opened.main.name} computes wrong results (python -m hybrid.prove): open it again")
+    return ready(checkpoint, device, named, config, clock, npu, warm, queue, prove)
+
+
+def proved(opened: Opened, checkpoint: Checkpoint, config: EngineConfig, schedule: Schedule) -> bool:
+    """Whether the main device computes the model's plans rightly (hybrid.proving.first_load)."""
+    if opened.main.backend != "vulkan":
+        return True
+    from hybrid.proving import Subject, first_load
+
+    return first_load(opened.main, Subject(checkpoint, config, schedule))  # type: ignore[arg-type]  # by its backend
 
 
 def drafter_for(
-    model: Ready, draft: str | os.PathLike[str] | Checkpoint | Drafter | None, slots: int | None, warm: bool = False
+    model: Ready,
+    draft: str | os.PathLike[str] | Checkpoint | Drafter | None,
+    slots: int | None,
+    warm: bool = False,
+    prove: bool = True,
 ) -> Drafter:
-    """The drafter for hybrid.load's `draft`. warm: as of hybrid.load. ValueError for a draft model with a different
-    tokenizer or a shorter context, or if the engine cannot verify drafts."""
+    """The drafter for hybrid.load's `draft`. warm, prove: as of hybrid.load. ValueError for a draft model with a
+    different tokenizer or a shorter context, or if the engine cannot verify drafts."""
     if model.engine.sizes.wanted < 2:
         raise ValueError(
             "deterministic on cpu runs one row a pass, so it cannot verify drafts: load without draft and speculate"
@@ -92,6 +113,11 @@ def drafter_for(
         schedule = find_schedule(found.hparams.family)
         opened = open_again(model.opened, schedule, LENT)
         config = EngineConfig(ctx=ctx, slots=1 if slots is None else slots, shared=slots is None)
+        if prove and not proved(opened, found, config, schedule):
+            raise RuntimeError(
+                f"{opened.main.name} computes wrong results with {found.path} (python -m hybrid.prove): load it again, and "
+                "other kernels are used"
+            )
         runner = Runner(found, opened.device, config, schedule)
         if warm:
             runner.warm(draft=True)

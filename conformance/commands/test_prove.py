@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from conformance.mutation.mutate import load, mutated_spirv
 from conformance.support.devices import Devices, need_compiler
 from conformance.support.paths import MODELS
 from conformance.support.profile import LONG
-from hybrid import doctor, prove
+from conformance.support.proof import FIRST_PROOF
+from hybrid import doctor, prove, proving
 from hybrid.devices import opening
 from hybrid.devices.opening import NoDevice
 from hybrid.devices.proofs import report_path
+from hybrid.kernels.vulkan.api import VulkanLost
 from hybrid.kernels.vulkan.build import sources, variants
 from hybrid.kernels.vulkan.device import VulkanDevice, open_device
+from hybrid.kernels.vulkan.features import Feature, Report, choose_subgroup, with_subgroup
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
@@ -50,7 +55,7 @@ def test_a_sound_device_is_proved(capsys: pytest.CaptureFixture[str], tmp_path: 
     said = json.loads(capsys.readouterr().out)
     assert said["kernels"] == kernels_digest() and len(said["proofs"]) > 10
     assert all(p["cases"] and not p["error"] and p["worst"] <= 1 for p in said["proofs"])
-    assert all(t["apart"] < prove.APART and t["lead"] < prove.LEAD for t in said["texts"])
+    assert all(t["apart"] < proving.APART and t["lead"] < proving.LEAD for t in said["texts"])
     (file,) = (tmp_path / "hybrid-kernels" / "proofs").iterdir()
     assert json.loads(file.read_text()) == said and str(Path.home()) not in file.read_text()
     found = [f for f in doctor._vulkan() if f.name.endswith(": kernels")]
@@ -65,7 +70,26 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(opened: Callable[..., VulkanDevice]) -> set[str]:
-    return {p.kernel for p in prove.prove(opened, [DRAFT]).proofs if p.error}
+    return {p.kernel for p in proving.prove(opened, [partial(prove.opened_model, DRAFT)]).proofs if p.error}
+
+
+def lose_writes(monkeypatch: pytest.MonkeyPatch, lost: Callable[[str], bool]) -> None:
+    """A driver that leaves a program's last dispatch out where it is of such a kernel."""
+    place = Program._place
+
+    def shorter(self: Program, recorder: Recorder) -> Any:
+        done = self.recording
+        if len(done.dispatches) > 1 and lost(done.dispatches[-1].kernel.name):
+            done.dispatches.pop()
+            done.barriers.pop()
+        return place(self, recorder)
+
+    monkeypatch.setattr(Program, "_place", shorter)
+
+
+def of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads prove their kernels first, as they do outside of tests."""
+    monkeypatch.setattr("hybrid.ready.proved", FIRST_PROOF)
 
 
 @pytest.mark.parametrize("name", LIES if LONG else LIES[:2])
@@ -94,7 +118,7 @@ def test_other_kernels_are_found_and_used(
         return open_device(selector, **options, **({} if options.get("tuning") == "default" else {"spirv": spirv}))
 
     monkeypatch.setattr("hybrid.kernels.vulkan.device.open_device", opened)
-    monkeypatch.setattr(prove, "ROUTES", prove.ROUTES[1:3])
+    monkeypatch.setattr(proving, "ROUTES", proving.ROUTES[1:3])
     assert prove.main([DRAFT]) == 1
     assert "runs with {'tuning': 'default'} instead" in capsys.readouterr().out
     with hybrid.load(DRAFT, "vulkan", ctx=64) as model:
@@ -109,33 +133,127 @@ def test_a_device_without_a_proved_way_is_refused(monkeypatch: pytest.MonkeyPatc
     with closing(open_device()) as device:
         path = report_path(device.info.name, device.report.driver, kernels_digest())
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"wrong": ["embed.q8_0"], "options": None, "proofs": []}))
+    path.write_text(json.dumps({"wrong": ["embed.q8_0"], "options": None, "proofs": [], "plans": []}))
     with pytest.raises(NoDevice, match=r"wrong results in embed\.q8_0 .* no other kernels are proved"):
         opening.open_device("vulkan")
     (found,) = (f for f in doctor._vulkan() if f.detail.startswith("wrong with this driver"))
     assert found.state == "missing"
-    path.write_text(json.dumps({"wrong": ["embed.q8_0"], "options": {"spirv": "elsewhere"}, "proofs": []}))
+    path.write_text(json.dumps({"wrong": ["embed.q8_0"], "options": {"spirv": "elsewhere"}, "proofs": [], "plans": []}))
     opening.open_device("vulkan").device.close()  # an option that no route has: the report is not believed
 
 
 def test_writes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A driver that leaves a program's last dispatch out: results depend on what memory held before."""
+    """Results then depend on what memory held before."""
     small(monkeypatch)
-    monkeypatch.setattr(prove, "ROUTES", ())
-
-    place = Program._place
-
-    def shorter(self: Program, recorder: Recorder) -> Any:
-        done = self.recording
-        if len(done.dispatches) > 1 and done.dispatches[-1].kernel.name.startswith("rmsnorm."):
-            done.dispatches.pop()
-            done.barriers.pop()
-        return place(self, recorder)
-
-    monkeypatch.setattr(Program, "_place", shorter)
+    monkeypatch.setattr(proving, "ROUTES", ())
+    lose_writes(monkeypatch, lambda name: name.startswith("rmsnorm."))
     assert prove.main([DRAFT, "--device", "vulkan"]) == 1
     out = capsys.readouterr().out
     assert "rmsnorm.q8_act" in out and "WRONG" in out.splitlines()[-2]
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["hang", "reset"])
+def test_a_kernel_that_the_device_does_not_survive_is_named(monkeypatch: pytest.MonkeyPatch, reset: bool) -> None:
+    """The other kernels are proved on a device opened anew. A hang ends by the wait's bound, a reset at once."""
+    small(monkeypatch)
+    submit, wait = Program.submit, VulkanDevice.wait
+    late = set[int]()
+
+    def hanging(self: Program, *args: Any, **kwargs: Any) -> int:
+        ticket = submit(self, *args, **kwargs)
+        if any(d.kernel.name.startswith("rmsnorm.") for d in self.recording.dispatches):
+            late.add(id(self.device))
+            if reset:
+                self.device.queue.gone = lambda: VulkanLost("the driver reset the device")
+        return ticket
+
+    def bounded(self: VulkanDevice, ticket: int | None = None) -> None:
+        if id(self) in late:
+            late.remove(id(self))
+            raise VulkanLost("work has not ended within its bound")
+        wait(self, ticket)
+
+    monkeypatch.setattr(Program, "submit", hanging)
+    monkeypatch.setattr(VulkanDevice, "wait", bounded)
+    report = proving.prove(open_device, [partial(prove.opened_model, DRAFT)], few=True)
+    errors = {p.kernel: p.error for p in report.proofs if p.error}
+    assert "rmsnorm.q8_act" in errors and len(errors) < 4
+    assert all("VulkanLost" not in e and "rmsnorm[" in e for e in errors.values())
+    assert sum(p.cases > 0 for p in report.proofs if not p.error) > 10
+
+
+def test_a_first_load_proves_its_kernels_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_models(monkeypatch)
+    with hybrid.load(DRAFT, "vulkan", ctx=64, prove=False) as model:
+        used = {d.kernel.name for p in model.engine.device.programs for d in p.recording.dispatches}
+    folder = tmp_path / "hybrid-kernels" / "proofs"
+    assert not folder.exists()
+    covering = proving._covering
+    monkeypatch.setattr(proving, "_covering", lambda proofs, some: covering(proofs.keys() - {"sample.256"}, some))
+    with hybrid.load(DRAFT, "vulkan", ctx=64):
+        pass
+    (file,) = folder.iterdir()
+    report = proving.Report.read(file)
+    cases = {p.kernel: p.cases for p in report.proofs}
+    assert used <= cases.keys() and report.unproved == ["sample.256"] and report.models == [Path(DRAFT).name]
+    assert "that no small case runs: sample.256" in caplog.text
+    proved = proving.prove
+    monkeypatch.setattr(proving, "prove", lambda *args, **kwargs: pytest.fail("proved again"))
+    with hybrid.load(DRAFT, "vulkan", ctx=64):
+        pass
+    monkeypatch.setattr(proving, "prove", proved)
+    with hybrid.load(DRAFT, "vulkan", ctx=64, precision="exact"):
+        pass
+    now = proving.Report.read(file)
+    assert {p.kernel for p in now.proofs} > cases.keys() and len(now.plans) == 2  # others of another precision
+    assert all(p.cases == cases[p.kernel] for p in now.proofs if p.kernel in cases)
+
+
+def test_a_first_load_takes_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose int8 activations are wrong runs in float32, writes what cpu writes, and says so."""
+    of_models(monkeypatch)
+    lose_writes(monkeypatch, lambda name: name.endswith(".q8_act"))
+    monkeypatch.setattr(proving, "ROUTES", ({"tuning": "default"}, {"subgroup": 64}, {"exact": True}))
+    for _ in range(2):
+        with hybrid.load(DRAFT, "vulkan", ctx=64) as model:
+            (line,) = model.engine.device.failures
+            assert "q8_act" in line and "runs with {'exact': True}" in line
+            assert model.engine.runner.config.precision == "exact"
+            text = model.submit([2, 7, 8], max_tokens=8).result().ids
+    with hybrid.load(DRAFT, "cpu", ctx=64, precision="exact") as model:
+        assert model.submit([2, 7, 8], max_tokens=8).result().ids == text
+    monkeypatch.setattr(proving, "ROUTES", ())
+    lose_writes(monkeypatch, lambda name: name.startswith("linear."))
+    with pytest.raises(NoDevice, match=r"computes wrong results in .*, and no other kernels are proved"):
+        hybrid.load(DRAFT, "vulkan", ctx=64, weights="f16")
+
+
+def test_a_draft_model_is_proved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(
+        "hybrid.ready.proved", lambda opened, checkpoint, *more: asked.append(checkpoint.path.name) or True
+    )
+    with hybrid.load(MODELS / "demo-gemma3-q8_0.gguf", "vulkan", ctx=64, draft=DRAFT):
+        pass
+    assert asked == ["demo-gemma3-q8_0.gguf", Path(DRAFT).name]
+
+
+def test_a_subgroup_size_that_the_device_lacks_is_refused() -> None:
+    with closing(open_device()) as device:
+        report = device.report
+    limits = replace(report.limits, min_subgroup=32, max_subgroup=64)
+    wide = replace(report, limits=limits, features=with_choice(report))
+    assert choose_subgroup(wide) == 32 and choose_subgroup(with_subgroup(wide, 64)) == 64
+    for size in (16, 48, 128):
+        with pytest.raises(ValueError, match=f"no subgroups of {size}: this device has 32 to 64"):
+            with_subgroup(wide, size)
+
+
+def with_choice(report: Report) -> tuple[Feature, ...]:
+    chosen = ("subgroupSizeControl", "required subgroup size")
+    return tuple(replace(f, present=f.present or f.name in chosen) for f in report.features)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +266,8 @@ def test_writes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch, capsy
     ],
 )
 def test_a_text_that_differs_is_an_error(apart: float, lead: float, faults: str, error: str) -> None:
-    report = prove.Report("GPU", "driver", "0", [], texts=[prove.Text("m.gguf", apart, lead, faults)])
-    assert prove.Text("m.gguf", apart, lead, faults).error == error
+    report = proving.Report("GPU", "driver", "0", [], texts=[proving.Text("m.gguf", apart, lead, faults)])
+    assert proving.Text("m.gguf", apart, lead, faults).error == error
     assert report.sentence.startswith(
         "WRONG on GPU: m.gguf" if error else "proved: 0 kernels and the texts of 1 models"
     )

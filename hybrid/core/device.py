@@ -111,6 +111,11 @@ class Device(Protocol):
         ...
 
     @property
+    def exact(self) -> bool:
+        """Whether precision `auto` is `exact` on this device: its other kernels are wrong."""
+        ...
+
+    @property
     def counters(self) -> Counters: ...
 
     @property
@@ -216,6 +221,7 @@ class SingleDevice:
     copies: ClassVar[str] = ""
     threads: str = ""
     available: int | None = None
+    exact: bool = False
 
     def few_rows(self, hidden: int) -> int:
         return FEW_ROWS

@@ -63,6 +63,10 @@ class MultiDevice:
     def available(self) -> int | None:
         return self.main.available
 
+    @property
+    def exact(self) -> bool:
+        return self.main.exact
+
     def few_rows(self, hidden: int) -> int:
         return self.main.few_rows(hidden)
 

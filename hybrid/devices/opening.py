@@ -103,12 +103,12 @@ def _vulkan(selector: str) -> Device:
         from hybrid.kernels.vulkan.device import open_device
     except ImportError as e:
         raise NoDevice(f"the Vulkan backend cannot be imported ({e}); install the package vulkan") from None
-    from hybrid.devices.proofs import known
+    from hybrid.devices.proofs import known, report_path
     from hybrid.kernels.vulkan.kernel import kernels_digest
 
     try:
         device = open_device(selector or "auto")
-        found = known(device.info.name, device.report.driver, kernels_digest())
+        found = known(report_path(device.info.name, device.report.driver, kernels_digest()))
         if found is None or not found.wrong:
             return device
         device.close()

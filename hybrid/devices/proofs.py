@@ -13,14 +13,20 @@ from hybrid.core.places import cache_folder
 log = logging.getLogger("hybrid")
 
 
+OPTIONS = {"tuning", "without", "subgroup", "exact"}
+"""Options of VulkanDevice that a report may name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """wrong: kernels whose results differ from the oracle's. options: those of VulkanDevice with which no wrong kernel is
-    used and all others are proved; None: there are none. kernels: how many were proved."""
+    used and all others are proved; None: there are none. proved: kernels without an error, with these options. plans:
+    digests of the loads that use no others."""
 
     wrong: tuple[str, ...]
     options: dict[str, Any] | None
-    kernels: int
+    proved: frozenset[str]
+    plans: frozenset[str]
 
 
 def report_path(device: str, driver: str, kernels: str) -> Path:
@@ -29,16 +35,15 @@ def report_path(device: str, driver: str, kernels: str) -> Path:
     return cache_folder() / "proofs" / f"{name}.json"
 
 
-def known(device: str, driver: str, kernels: str) -> Known | None:
-    """What a report says; None where there is none. A report that cannot be read is logged."""
-    path = report_path(device, driver, kernels)
+def known(path: Path) -> Known | None:
+    """What the report of a device says; None where there is none. A report that cannot be read is logged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        wrong = tuple(str(name) for name in found["wrong"])
         options = None if found["options"] is None else dict(found["options"])
-        if options and not options.keys() <= {"tuning", "without"}:
+        if options and not options.keys() <= OPTIONS:
             raise ValueError(f"options: {', '.join(options)} are not known")
-        return Known(wrong, options, len(found["proofs"]))
+        proved = frozenset(str(p["kernel"]) for p in found["proofs"] if not p["error"])
+        return Known(tuple(map(str, found["wrong"])), options, proved, frozenset(map(str, found["plans"])))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -226,8 +226,10 @@ def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedu
 def fitted(
     config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule
 ) -> tuple[EngineConfig, Budget | None]:
-    """The configuration with `blocks` set from `memory` or `shared`; unchanged without them."""
+    """The configuration with `blocks` set from `memory` or `shared`, and the precision that `device` demands."""
     hp = checkpoint.hparams
+    if device.exact and config.precision == "auto":
+        config = replace(config, precision="exact")
     alone = config.deterministic and device.backend == "cpu"  # runs one sequence at a time
     if config.shared and not alone:
         config = replace(config, slots=SHARING)

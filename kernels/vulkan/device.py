@@ -61,8 +61,9 @@ class VulkanDevice(Storage, SingleDevice):
     activations included, for check_guards(). budget: most bytes of device memory. validation: True, 'sync' or None
     (HYBRID_VULKAN_VALIDATION decides). timeout: seconds for every wait (None: HYBRID_VULKAN_TIMEOUT, else in
     proportion to the submitted cost: bounds.py). staging: bytes of one staging chunk. tuning: another class's table
-    (kernels/vulkan/tuning.py). without: features (see `has`) to disable, to test kernels of lesser devices. on: an
-    open device whose queue this one shares (`sibling`).
+    (kernels/vulkan/tuning.py). without: features (see `has`) to disable, to test kernels of lesser devices. subgroup:
+    lanes of a subgroup, where the device has several sizes (ValueError). exact: `auto` computes in float32
+    (Device.exact). on: an open device whose queue this one shares (`sibling`).
 
     After a device loss or timeout every call raises VulkanLost: close() the device and open another. In a forked
     child the parent's device raises ForkedDevice.
@@ -89,6 +90,8 @@ class VulkanDevice(Storage, SingleDevice):
         staging: int = CHUNK_BYTES,
         tuning: str | None = None,
         without: Collection[str] = (),
+        subgroup: int | None = None,
+        exact: bool = False,
         on: VulkanDevice | None = None,
     ) -> None:
         self._queue: Queue | None = None
@@ -100,13 +103,14 @@ class VulkanDevice(Storage, SingleDevice):
             raise ForkedDevice(forked_message(parent))
         free_left()
         if on is None:
-            q = self.queue_type(selector, validation, timeout)
+            q = self.queue_type(selector, validation, timeout, subgroup)
             self._closing.callback(q.close)
         else:
             q = on.queue
             on._siblings.add(self)
         self._queue, self.handle, self.counters = q, q.handle, Counters()
         self.name, self.info, self.report = q.info.label, q.info, q.report
+        self.exact = exact if on is None else on.exact
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A weight's chunk is one binding in one allocation; the limit of an allocation may be lower.
         limits = self.report.limits

@@ -194,6 +194,8 @@ class Report:
     """Whether fma() on f16 rounds once, which Vulkan leaves open; measured with `lanes`."""
     hidden: frozenset[str] = frozenset()
     """Names for which `has` returns False."""
+    subgroup: int = 0
+    """Lanes of a subgroup that kernels are specialised for; 0: `choose_subgroup` decides."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
@@ -376,6 +378,14 @@ def can_choose_subgroup(report: Report) -> bool:
     return control and report.limits.min_subgroup < report.limits.max_subgroup
 
 
+def with_subgroup(report: Report, size: int) -> Report:
+    """The report with another subgroup size. ValueError where the device does not have it."""
+    low, high = report.limits.min_subgroup, report.limits.max_subgroup
+    if not can_choose_subgroup(report) or not low <= size <= high or size & (size - 1):
+        raise ValueError(f"no subgroups of {size}: this device has {low} to {high}, of which it may choose only one")
+    return replace(report, subgroup=size)
+
+
 def most_threads(report: Report) -> int:
     """Most threads of a one-dimensional workgroup."""
     limits = report.limits
@@ -388,6 +398,8 @@ def most_threads(report: Report) -> int:
 def choose_subgroup(report: Report) -> int:
     """The subgroup size that kernels are specialised for: 32 where the device allows a choice, else its own."""
     limits = report.limits
+    if report.subgroup:
+        return report.subgroup
     if not can_choose_subgroup(report):
         return limits.subgroup
     return min(max(WANTED_SUBGROUP, limits.min_subgroup), limits.max_subgroup)

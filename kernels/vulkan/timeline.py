@@ -24,7 +24,14 @@ from hybrid.kernels.vulkan.api import (
     vk,
 )
 from hybrid.kernels.vulkan.bounds import bounds_of
-from hybrid.kernels.vulkan.features import choose_subgroup, enabled_chain, known_to_layer, most_threads, query
+from hybrid.kernels.vulkan.features import (
+    choose_subgroup,
+    enabled_chain,
+    known_to_layer,
+    most_threads,
+    query,
+    with_subgroup,
+)
 from hybrid.kernels.vulkan.instance import Instance, select, validation_mode
 from hybrid.spec.cost import Cost
 
@@ -48,7 +55,9 @@ class Queue:
     (what the validation layer said, if it is on). Several devices may share one (VulkanDevice.sibling).
     """
 
-    def __init__(self, selector: str, validation: bool | str | None, timeout: float | None) -> None:
+    def __init__(
+        self, selector: str, validation: bool | str | None, timeout: float | None, subgroup: int | None = None
+    ) -> None:
         self.validation_messages: list[str] = []
         self.handle: Any = None
         self.pool: Any = None
@@ -65,6 +74,8 @@ class Queue:
         try:
             self.info = select(self.instance.devices(), selector)
             self.report = query(self.instance.handle, self.info.handle)
+            if subgroup is not None:
+                self.report = with_subgroup(self.report, subgroup)
             self.bounds = bounds_of(self.info, timeout, self.report.vendor)
             if self.instance.layer_version is not None:
                 self.report = known_to_layer(self.report, self.instance.layer_version)
