@@ -44,9 +44,10 @@ class Case:
 
 def live(spec: OpSpec, case: Case, tensor: str) -> int | None:
     """Number of leading live rows of a tensor; None where all are live."""
-    axis = str(spec.tensors[tensor].shape[0])
-    role = spec.axes[axis].role if axis in spec.axes else None
-    return {"tokens": case.rows, "outs": case.outs}.get(role or "")
+    counts = {"tokens": case.rows, "outs": case.outs}
+    rows = {axis: counts[a.role] for axis, a in spec.axes.items() if a.role in counts}
+    dim = spec.tensors[tensor].shape[0]
+    return int(dim.eval({**case.bind, **rows})) if dim.names & rows.keys() else None
 
 
 def context(bind: Mapping[str, int]) -> int:

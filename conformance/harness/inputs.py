@@ -28,7 +28,9 @@ def make(spec: OpSpec, case: Case, without: Collection[str] = (), backend: str =
     tensors = {}
     for name in (n for n in (*spec.inputs, *spec.state) if n not in without):
         tensor = _tensor(spec, case, name, rows)
-        made = name in inbox.TENSORS or (name in ROUTING and not (name == "slots" and rows is None))
+        domain = spec.tensors[name].domain
+        made = name in inbox.TENSORS or (domain is not None and domain.dist == "spans")
+        made = made or (name in ROUTING and not (name == "slots" and rows is None))
         if name in case.kinds and not made:
             tensor = apply_kind(case.kinds[name], tensor, case.seed, name, _top(spec, case, name))
         count = live(spec, case, name)
@@ -47,6 +49,12 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
     if t.domain is not None and t.domain.dist == "inbox":
         turn, next_position = (_tensor(spec, case, n, rows).array for n in ("turn", "next_position"))
         return inbox.TENSORS[name](case, int(turn[0]), next_position)
+    if t.domain is not None and t.domain.dist == "places":
+        count = live(spec, case, name) or shape[0]
+        order = values.permutation(case.seed, name, count * shape[1]).reshape(count, shape[1])
+        return Tensor.of(np.concatenate([order, np.full((shape[0] - count, shape[1]), DEAD_INDEX)]).astype(np.int32))
+    if t.domain is not None and t.domain.dist == "spans":
+        return Tensor.of(_spans(case, name, shape[0]))
     if name == "block_table":
         return Tensor.of(
             block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring")
@@ -87,6 +95,19 @@ def draw(case: Case, name: str, domain: Domain, shape: tuple[int, ...], dtype: s
         return values.rounded(values.integers(seed, name, shape, low, high - 1), dtype)
     count = int(np.prod(shape))
     return values.rounded(low + values.permutation(seed, name, high - low)[:count].reshape(shape), dtype)
+
+
+def _spans(case: Case, name: str, count: int) -> np.ndarray:
+    """u32 [count,2]: parts of the case's live rows. A third of them has none."""
+    kind = case.kinds.get(name)
+    weights = values.integers(case.seed, name, (count,), 0, 5).astype(np.float64) // 2
+    if kind is not None:
+        weights[:] = 0
+        weights[-1 if kind == "last_expert" else count // 2] = 1
+    elif not weights.any():
+        weights[:] = 1
+    ends = np.rint(np.cumsum(weights) / weights.sum() * case.rows)
+    return np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=-1).astype(np.uint32)
 
 
 def _env(spec: OpSpec, case: Case) -> dict[str, float]:

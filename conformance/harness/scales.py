@@ -16,6 +16,7 @@ from hybrid.core.tensor import Tensor
 from hybrid.harness import block_values
 from hybrid.kernels.oracle import ORACLE
 from hybrid.kernels.oracle.attention import in_int8, rotate
+from hybrid.kernels.oracle.experts import mixed
 from hybrid.kernels.oracle.ffn import sparsified
 from hybrid.kernels.oracle.norm import rms
 from hybrid.kernels.oracle.per_layer import of_layer
@@ -114,6 +115,47 @@ def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
     (post,) = ORACLE["rmsnorm"](x=call.values["a"], w=call.values["w_post"], eps=call.attrs["eps"])
     terms = (np.abs(call.values["residual"]) + np.abs(post)) * abs(float(call.attrs.get("scale", 1.0)))
     return {"sum": terms, "y": np.abs(call.refs["y"])}
+
+
+@_of("expert_add")
+def _expert_add(call: Call) -> dict[str, np.ndarray]:
+    """Errors of the experts' sum reach the norms in proportion to its terms."""
+    v, eps = call.values, call.attrs["eps"]
+    given = [v[n] for n in ("places", "gates", "w_dense", "w_experts")]
+    m, terms = (
+        mixed(a, o, given[0].astype(np.int64), g, *w, eps)
+        for a, o, g, w in (
+            (v["a"], v["o"], given[1], given[2:]),
+            (np.abs(v["a"]), np.abs(v["o"]), np.abs(given[1]), [np.abs(w) for w in given[2:]]),
+        )
+    )
+    (post,) = ORACLE["rmsnorm"](x=m, w=v["w_post"], eps=eps)
+    post = np.abs(post) + terms / np.sqrt((m * m).mean(-1, keepdims=True) + eps) * np.abs(v["w_post"])
+    return {"sum": (np.abs(v["residual"]) + post) * abs(call.attrs["scale"]), "y": np.abs(call.refs["y"])}
+
+
+@_of("expert_ffn")
+def _expert_ffn(call: Call) -> dict[str, np.ndarray]:
+    """h: sensitivity of gelu(gate)*up to both sums; y: the second product, of h."""
+    v, spans = call.values, call.tensors["spans"].array.tolist()
+    h, y, more = (np.zeros_like(a) for a in (call.refs["h"], call.refs["y"], call.refs["y"]))
+    for expert, (start, end) in enumerate(spans):
+        if start == end:
+            continue
+        x, mid = v["x"][start:end], call.refs["h"][start:end]
+        gate_up, down = (_part(call, n, expert, len(spans)) for n in ("w_gate_up", "w_down"))
+        gate, up = np.split(np.abs(x @ gate_up[1].T), 2, axis=-1)
+        gate_terms, up_terms = np.split(product(x, call.dtypes["x"], *gate_up), 2, axis=-1)
+        h[start:end] = 1.13 * gate_terms * up + gate * up_terms
+        y[start:end] = product(mid, call.dtypes["h"], *down)
+        more[start:end] = steps(mid, call.dtypes["h"], down[1])
+    return {"h": h, "y": y, "y.steps": more}
+
+
+def _part(call: Call, name: str, index: int, count: int) -> tuple[Tensor, np.ndarray]:
+    """One expert's rows of a weight."""
+    n = call.tensors[name].shape[0] // count
+    return call.tensors[name].rows(index * n, index * n + n), call.values[name][index * n : index * n + n]
 
 
 @_of("per_layer_embed")

@@ -70,6 +70,8 @@ EDGE_VALUES: dict[str, str] = {
     "last_set": "the message in the inbox's last set",
     "outside": "slots, table indices and tables out of range: their writes are dropped",
     "drafted": "every token is a draft token, of any slot",
+    "one_expert": "all rows are of one expert, in the middle",
+    "last_expert": "all rows are of the last expert",
     "following": "every row at or after the end of the draft model's tokens",
     "no_rows": "a message with table entries only",
     "top_p_border": "top-p, with logits within a thousandth of the threshold",
@@ -189,8 +191,20 @@ class Domain(Model):
     """Value domain of an input: property tests draw from it, and callers must respect it."""
 
     dist: Literal[
-        "normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "runs", "zeros"
+        "normal",
+        "uniform",
+        "integers",
+        "permutation",
+        "rope",
+        "sampling",
+        "penalties",
+        "inbox",
+        "runs",
+        "places",
+        "spans",
+        "zeros",
     ]
+    """places: a permutation of the live pairs. spans: consecutive parts of the live rows, some of them empty."""
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -15,7 +14,6 @@ from hybrid.core.places import SPECS
 from hybrid.spec.load import Model, load_toml
 
 SHEETS = SPECS / "models"
-_MIXTURE = re.compile(r"(gemma\d+n?)-(?:\d+b-a\d+b|26b)\b")  # 26b-a4b: 26 G parameters, 4 G active
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -72,6 +70,9 @@ class Shape(Model):
     laurel_rank: int = 0
     per_layer_dim: int = 0
     per_layer_vocab: int = 0
+    n_experts: int = 0
+    experts_used: int = 0
+    expert_ffn: int = 0
     global_: Own = Field(Own(), alias="global")
     """Overrides for layers with full attention."""
     first: Some | None = None
@@ -108,7 +109,8 @@ class Shape(Model):
             {"rope_theta": self.rope_theta_local},
             {"rope_theta": self.rope_theta_global, "rope_factor": self.rope_factor},
         )
-        shape = self.model_dump(include={"ffn", "n_heads", "n_kv_heads", "head_dim"})
+        own_shape = {"ffn", "n_heads", "n_kv_heads", "head_dim", "n_experts", "experts_used", "expert_ffn"}
+        shape = self.model_dump(include=own_shape)
         layers = list(alternating(self.n_layers, kinds, self.window, shape, rotations[0], {**rotations[1], **own}))
         for some, start in ((self.first, 0), (self.sharing, -self.sharing.layers if self.sharing else 0)):
             if some is not None:
@@ -141,14 +143,8 @@ def load_models() -> dict[str, ModelSheet]:
 
 
 def find_model(name: str) -> ModelSheet:
-    """A sheet by its name. SpecError for an unknown name (with the nearest one) and for a mixture of experts."""
+    """A sheet by its name. SpecError for an unknown name, with the nearest one."""
     known = load_models()
-    if (mixture := _MIXTURE.match(name)) and name not in known:
-        dense = [n for n in known if n.startswith(f"{mixture[1]}-")]
-        raise SpecError(
-            f"{name} is a mixture of experts, which cannot be read or run yet: take a dense size"
-            + f" ({', '.join(dense)})" * bool(dense)
-        )
     if name not in known:
         raise SpecError(f"no model is called {name!r}{nearest(name, known)}")
     return known[name]

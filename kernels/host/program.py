@@ -84,7 +84,7 @@ class _Bound:
         self.axis = spec.token_axis
         self.bucket = None if self.axis is None else step.bind.get(self.axis)  # None: an operation on weights alone
         shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}
-        self.live = {n for n, t in shapes.items() if t.shape and str(t.shape[0]) == self.axis}
+        self.live = {n: t.shape[0] for n, t in shapes.items() if t.shape and self.axis in t.shape[0].names}
         given, wanted = set(step.args), set(shapes)
         if given - wanted or wanted - given:
             raise ValueError(
@@ -141,4 +141,6 @@ class _Bound:
         self._prepared_for = live
 
     def _cut(self, name: str, tensor: Tensor, live: int) -> Tensor:
-        return tensor.rows(0, live) if name in self.live else tensor
+        if name not in self.live:
+            return tensor
+        return tensor.rows(0, int(self.live[name].eval({**self.step.bind, str(self.axis): live})))

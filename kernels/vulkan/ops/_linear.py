@@ -91,7 +91,8 @@ def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: i
         kernel = rec.kernel(f"ffn_up.tile.{w.dtype}.{x.dtype}")
         grid = _grid(f, TILE_THREADS * TILE_ROWS // 2, rows, extent)
     push = _push(f, x.shape[-1], 0, f, extent, rows, x.shape[0], 0.0)
-    rec.dispatch(kernel, reads=[*x.parts, *parts], writes=[*h.parts, *beside], push=push + more, grid=grid)
+    reads = [*x.parts, *parts, x.parts[0]]  # as in linear()
+    rec.dispatch(kernel, reads, writes=[*h.parts, *beside], push=push + more, grid=grid)
 
 
 def geglu(

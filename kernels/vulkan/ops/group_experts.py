@@ -1,0 +1,21 @@
+"""Binding of group_experts."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from hybrid.core.plan import CONTROL, Step
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """places i32 [T,K] of the live pairs by expert, and spans u32 [X,2] of the experts."""
+    rec.dispatch(
+        rec.kernel("group_experts", SUBGROUP=rec.device.subgroup_size),
+        reads=t["experts"].parts,
+        writes=[*t["places"].parts, *t["spans"].parts],
+        push=struct.pack("<3I", CONTROL[step.extent], step.bind["T"], step.bind["K"]),
+        grid=(step.bind["X"],),
+    )
