@@ -121,14 +121,9 @@ def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
 def _expert_add(call: Call) -> dict[str, np.ndarray]:
     """Errors of the experts' sum reach the norms in proportion to its terms."""
     v, eps = call.values, call.attrs["eps"]
-    given = [v[n] for n in ("places", "gates", "w_dense", "w_experts")]
-    m, terms = (
-        mixed(a, o, given[0].astype(np.int64), g, *w, eps)
-        for a, o, g, w in (
-            (v["a"], v["o"], given[1], given[2:]),
-            (np.abs(v["a"]), np.abs(v["o"]), np.abs(given[1]), [np.abs(w) for w in given[2:]]),
-        )
-    )
+    names = ("a", "o", "gates", "w_dense", "w_experts")
+    given, size = {n: v[n] for n in names}, {n: np.abs(v[n]) for n in names}
+    m, terms = (mixed(**some, places=v["places"].astype(np.int64), eps=eps) for some in (given, size))
     (post,) = ORACLE["rmsnorm"](x=m, w=v["w_post"], eps=eps)
     post = np.abs(post) + terms / np.sqrt((m * m).mean(-1, keepdims=True) + eps) * np.abs(v["w_post"])
     return {"sum": (np.abs(v["residual"]) + post) * abs(call.attrs["scale"]), "y": np.abs(call.refs["y"])}

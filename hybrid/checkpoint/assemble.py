@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -67,6 +65,16 @@ def assemble(
         if name in dead and not all(key in stored for key in keys):
             continue
         missing = next((key for key in keys if key not in stored), None)
+        halves = [name.replace(stem_of(name), stem) for stem in family.apart.get(stem_of(name), ())]
+        if missing is not None and halves and all(key in stored for key in halves):
+            count = family.stacks(hparams)[stem_of(name)]
+            half = (shape[0] // len(halves), *shape[1:])
+            found = [_checked(name, stored[key], half, count, dialect) for key in halves]
+            height = half[0] // count
+            parts = [(part, i * height) for i in range(count) for part in found]
+            used |= {*halves}
+            entries[name] = _joined(parts, height, shape)
+            continue
         if missing is not None:
             raise CheckpointError(f"{path}: tensor {missing} is missing")
         stack = family.stacks(hparams).get(stem_of(name))
@@ -79,7 +87,7 @@ def assemble(
         elif len(found) == 1:
             entries[name] = Entry(found[0].dtype, shape, found[0].load, found[0].read_rows, found[0].packed())
         else:
-            entries[name] = _joined(found, shape)
+            entries[name] = _joined([(part, 0) for part in found], shape[0] // len(found), shape)
     if coarse:
         who = f"{coarse[0].name} and {len(coarse) - 1} more norms are" if len(coarse) > 1 else f"{coarse[0].name} is"
         notes.append(
@@ -117,35 +125,40 @@ def _checked(name: str, found: Stored, shape: Shape, count: int | None, dialect:
     return found
 
 
-def _joined(found: Sequence[Stored], shape: Shape) -> Entry:
-    """Concatenate matrices of one type by rows. CheckpointError if their types differ."""
-    other = next((t for t in found if t.dtype != found[0].dtype), None)
+Part = tuple[Stored, int]
+"""A tensor and its first row that counts."""
+
+
+def _joined(parts: Sequence[Part], height: int, shape: Shape) -> Entry:
+    """Concatenate `height` rows of matrices of one type. CheckpointError if their types differ."""
+    first = parts[0][0]
+    other = next((t for t, _ in parts if t.dtype != first.dtype), None)
     if other is not None:
         raise CheckpointError(
-            f"{other.path}: tensor {other.name} is stored as {other.dtype}, but {found[0].name} as {found[0].dtype}: "
+            f"{other.path}: tensor {other.name} is stored as {other.dtype}, but {first.name} as {first.dtype}: "
             "store them as one type"
         )
-    dtype, height = DTYPES[found[0].dtype], found[0].shape[0]
-    size = dtype.nbytes(found[0].shape)
-    ends = list(accumulate(size for _ in found))
+    dtype = DTYPES[first.dtype]
+    row = dtype.nbytes((1, *shape[1:]))
+    size = height * row
 
     def rows(start: int, stop: int) -> Tensor:
         out = Tensor.empty(dtype.name, (stop - start, shape[1]))
-        for i, part in enumerate(found):
+        for i in range(start // height, -(-stop // height)):
+            part, begin = parts[i]
             a, b = max(start, i * height), min(stop, (i + 1) * height)
-            if a < b:
-                piece = part.read_rows(a - i * height, b - i * height)
-                for to, of in zip(out.parts, piece.parts, strict=True):
-                    to[a - start : b - start] = of
+            piece = part.read_rows(begin + a - i * height, begin + b - i * height)
+            for to, of in zip(out.parts, piece.parts, strict=True):
+                to[a - start : b - start] = of
         return out
 
     def read_into(at: int, out: np.ndarray) -> None:
         done = 0
         while done < out.size:
-            i = bisect_right(ends, at + done)
-            inside = at + done - i * size
+            i, inside = divmod(at + done, size)
             n = min(out.size - done, size - inside)
-            found[i].packed().read_into(inside, out[done : done + n])
+            part, begin = parts[i]
+            part.packed().read_into(begin * row + inside, out[done : done + n])
             done += n
 
     return Entry(dtype.name, shape, lambda: rows(0, shape[0]), rows, Packed(dtype.name, shape, read_into, rows))

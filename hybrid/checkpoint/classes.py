@@ -11,6 +11,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "table": ("per_layer_token_embd",),
     "attn": ("attn_q", "attn_k", "attn_v", "attn_output"),
     "ffn": ("ffn_gate", "ffn_up", "ffn_down"),
+    "experts": ("ffn_gate_up_exps", "ffn_down_exps"),
     "inputs": ("inp_gate", "proj"),
     "streams": ("altup_proj", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj"),
 }

@@ -40,6 +40,8 @@ AROUND_INPUTS = {
     "per_layer_proj_norm": "per_layer_projection_norm",
 }
 """Names of models with per-layer embeddings."""
+SCALE = ".scale"
+"""End of vectors' names that have no `.weight`."""
 OF_SHARING = ("attn_k", "attn_v", "attn_k_norm")
 """Unused tensors of layers that read another layer's KV cache."""
 
@@ -103,7 +105,7 @@ def whole(hp: HParams, before: Mapping[str, Shape], layers: Sequence[Mapping[str
     out: dict[str, Shape] = {"token_embd.weight": (hp.vocab, hp.hidden)}
     out |= {f"{stem}.weight": shape for stem, shape in before.items()}
     for index, layer in enumerate(layers):
-        out |= {in_layer(index, f"{stem}.weight"): shape for stem, shape in layer.items()}
+        out |= {in_layer(index, stem if stem.endswith(SCALE) else f"{stem}.weight"): s for stem, s in layer.items()}
     out["output_norm.weight"] = (hp.hidden,)
     if not hp.tied:
         out["output.weight"] = (hp.vocab, hp.hidden)

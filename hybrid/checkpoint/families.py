@@ -4,7 +4,7 @@ schedule."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4
@@ -48,7 +48,10 @@ class Family:
     dead: Callable[[HParams], Mapping[str, Shape]] = _none
     """Unused tensors that files may have; conversions keep them for readers that require them."""
     stacks: Callable[[HParams], Mapping[str, int]] = _none
-    """Stem -> number of stacked matrices: three axes in GGUF, separate tensors in Hugging Face files."""
+    """Stem -> number of stacked matrices: three axes in GGUF; in Hugging Face files also, or separate tensors whose
+    names have a number for `*`."""
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stem of stacked matrices -> stems of those of which GGUF files may have them joined, matrix by matrix."""
     merged_tokenizer: bool = False
     """Whether its GGUF files have the tokenizer's merges, if any; otherwise equivalent scores."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
@@ -70,7 +73,9 @@ class Family:
         if not short:
             return ()
         count = self.stacks(hp).get(stem_of(name))
-        return (short,) if count is None else tuple(short.replace("*", str(i)) for i in range(count))
+        return (
+            (short,) if count is None or "*" not in short else tuple(short.replace("*", str(i)) for i in range(count))
+        )
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -109,6 +114,8 @@ FAMILIES: tuple[Family, ...] = (
         hf_config=gemma4.hf_config,
         hf_names=gemma4.hf_name,
         dead=dead,
+        stacks=gemma4.stacks,
+        apart=gemma4.APART,
         merged_tokenizer=True,
         made=gemma4.made,
     ),
@@ -150,7 +157,7 @@ def family_of_gguf(metadata: Fields) -> Family:
     raise CheckpointError(f"{metadata.path}: general.architecture {kind!r} is not supported; known: {known}")
 
 
-_SMALL = ("altup_router", "altup_predict_coef", "altup_correct_coef")
+_SMALL = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
 
 
 def is_exact(name: str, shape: Shape) -> bool:

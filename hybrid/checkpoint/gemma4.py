@@ -1,4 +1,4 @@
-"""Gemma 4 (text, dense): hyper-parameters from both file formats and both dialects of config.json, tensor names and
+"""Gemma 4 (text): hyper-parameters from both file formats and both dialects of config.json, tensor names and
 shapes.
 
 Defaults for omitted fields are those of transformers' Gemma4TextConfig. Global layers have full attention, wider heads,
@@ -30,7 +30,20 @@ STILL = 1e30  # divisor of frequencies that do not rotate, as in llama.cpp's con
 EMBEDDING, INPUTS = "token_embd.weight", "per_layer_token_embd.weight"
 
 _AROUND = {**decoder.AROUND, **decoder.AROUND_INPUTS}
-_IN_LAYER = {**decoder.IN_LAYER, **decoder.IN_LAYER_INPUTS, SCALAR: "layer_scalar"}
+_EXPERTS_IN_LAYER = {
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+_STACKED = ("ffn_gate_up_exps", "ffn_down_exps")
+APART = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+"""Stacked matrices that GGUF files may hold apart: of each expert the rows of the first, then those of the second."""
+_IN_LAYER = {**decoder.IN_LAYER, **decoder.IN_LAYER_INPUTS, **_EXPERTS_IN_LAYER, SCALAR: "layer_scalar"}
 _DEFAULTED = (
     "hidden_size",
     "intermediate_size",
@@ -45,14 +58,36 @@ _DEFAULTED = (
     "num_kv_shared_layers",
 )
 _PER_LAYER = ("head_dim", "num_key_value_heads")
-_EXPERTS = "mixtures of experts are not read yet: take a dense size (E2B, E4B, 12B or 31B)"
 
 
 def tensors(hp: HParams) -> dict[str, Shape]:
     """GGUF names and shapes [outputs, inputs], in file order."""
     own = decoder.inputs_in_layer(hp)
-    layers = [decoder.owned(layer, decoder.block(hp, layer)) | own for layer in hp.layers]
+    layers = [decoder.owned(layer, decoder.block(hp, layer)) | _mixture(hp, layer) | own for layer in hp.layers]
     return decoder.whole(hp, decoder.inputs_before(hp), layers)
+
+
+def _mixture(hp: HParams, layer: LayerParams) -> dict[str, Shape]:
+    """Tensors of a layer's experts, stacked by rows; empty for a dense layer."""
+    count, width = layer.n_experts, layer.expert_ffn
+    if not count:
+        return {}
+    return {
+        "ffn_gate_inp": (count, hp.hidden),
+        "ffn_gate_inp.scale": (hp.hidden,),
+        "ffn_gate_up_exps": (2 * count * width, hp.hidden),
+        "ffn_down_exps": (count * hp.hidden, width),
+        "ffn_down_exps.scale": (count,),
+        "pre_ffw_norm_2": (hp.hidden,),
+        "post_ffw_norm_1": (hp.hidden,),
+        "post_ffw_norm_2": (hp.hidden,),
+    }
+
+
+def stacks(hp: HParams) -> dict[str, int]:
+    """Stacked matrices: three axes in both formats. All layers with experts have as many."""
+    count = max(layer.n_experts for layer in hp.layers)
+    return dict.fromkeys(_STACKED, count) if count else {}
 
 
 def made(hp: HParams) -> dict[str, np.ndarray]:
@@ -65,9 +100,12 @@ def made(hp: HParams) -> dict[str, np.ndarray]:
     return found
 
 
+_BARE = (SCALAR, *_STACKED, "ffn_gate_inp.scale", "ffn_down_exps.scale")
+
+
 def hf_name(name: str) -> str:
     """Hugging Face's name without prefix; empty for GGUF-only tensors."""
-    return "" if name == FREQS else decoder.hf_name(name, _AROUND, _IN_LAYER, (SCALAR,))
+    return "" if name == FREQS else decoder.hf_name(name, _AROUND, _IN_LAYER, _BARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +128,10 @@ def _layers(
     ffn: Sequence[int],
     shared: int,
     look: Look,
+    experts: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[LayerParams, ...]:
     """kinds: local, global. heads: (head_dim, n_heads, n_kv_heads) by layer. key: the field with the number of layers
-    that share caches."""
+    that share caches. experts: their number, how many a token uses, their width."""
     if len(is_global) != len(ffn):
         raise ValueError(
             f"layer_is_global of {len(is_global)} entries must have one entry for each of the {len(ffn)} layers"
@@ -123,6 +162,9 @@ def _layers(
                 kv_from=source,
                 k_as_v=kind.k_as_v,
                 scalar=_scalar(c, i, look),
+                n_experts=experts[0],
+                experts_used=experts[1],
+                expert_ffn=experts[2],
             )
         )
     return tuple(found)
@@ -143,10 +185,8 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     """config.json of Gemma4ForCausalLM, or of a multimodal model with its `text_config`; heads of global layers by
     `per_layer_config`, or by `global_head_dim` and `num_global_key_value_heads`."""
     c, vocab = decoder.text_config(config), look.rows(EMBEDDING)
-    if c.get("enable_moe_block"):
-        raise c.error("enable_moe_block", f"is on: {_EXPERTS}")
-    if c.get("num_experts"):
-        raise c.error("num_experts", f"is not 0: {_EXPERTS}")
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    experts = _experts(c, keys) if c.truth("enable_moe_block", False) else (0, 0, 0)
     decoder.refuse_variants(c, FAMILY)
     n_layers, hidden = decoder.layer_count(c, "num_hidden_layers", 30), c.integer("hidden_size", 2304)
     decoder.note_config(c, config, vocab, _DEFAULTED, FAMILY)
@@ -164,12 +204,13 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     inputs = 0 if c.is_null("hidden_size_per_layer_input") else c.integer("hidden_size_per_layer_input", 256)
     kinds = replace(local, window=window), replace(global_, k_as_v=same)
     heads = _heads_from_hf(c, is_global, same)
+    _one_branch(c, inputs, experts)
     return HParams(
         family="gemma4",
         hidden=hidden,
         vocab=vocab,
         context_length=c.integer("max_position_embeddings", 131072),
-        layers=_layers(c, "num_kv_shared_layers", is_global, kinds, heads, ffn, shared, look),
+        layers=_layers(c, "num_kv_shared_layers", is_global, kinds, heads, ffn, shared, look, experts),
         attention_scale=1.0,
         eps=c.number("rms_norm_eps", 1e-6),
         softcap=c.number("final_logit_softcapping", 0.0),
@@ -178,6 +219,22 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
         per_layer_dim=inputs,
         per_layer_vocab=look.rows(INPUTS) if inputs else 0,
     )
+
+
+def _experts(c: Fields, keys: Sequence[str]) -> tuple[int, int, int]:
+    """Number of experts, how many a token uses, their width."""
+    count, used, width = (c.integer(key) for key in keys)
+    for key, value in zip(keys, (count, used, width), strict=True):
+        if value < 1:
+            raise c.error(key, f"{value} must be positive in a mixture of experts")
+    if used > count:
+        raise c.error(keys[1], f"{used} is more than the {count} experts")
+    return count, used, width
+
+
+def _one_branch(c: Fields, inputs: int, experts: tuple[int, int, int]) -> None:
+    if inputs and experts[0]:
+        raise c.error("hidden_size_per_layer_input", f"is {inputs}, beside {experts[0]} experts: no model has both")
 
 
 def _heads_from_hf(c: Fields, is_global: Sequence[bool], same: bool) -> list[tuple[int, int, int]]:
@@ -283,7 +340,10 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "enable_moe_block": False,
+        "enable_moe_block": bool(base.n_experts),
+        "num_experts": base.n_experts or None,
+        "top_k_experts": base.experts_used or None,
+        "moe_intermediate_size": base.expert_ffn or None,
         "tie_word_embeddings": hp.tied,
         "use_cache": True,
     }
@@ -294,8 +354,8 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
 def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     """Metadata of architecture gemma4, as llama.cpp's and Ollama's converters write it."""
     m, vocab = metadata.under("gemma4."), look.rows(EMBEDDING)
-    if m.integer("expert_count", 0):
-        raise m.error("expert_count", f"is {m.integer('expert_count')}: {_EXPERTS}")
+    keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    experts = _experts(m, keys) if m.integer("expert_count", 0) else (0, 0, 0)
     n_layers, hidden = decoder.layer_count(m, "block_count"), m.integer("embedding_length")
     decoder.refuse_attention_cap(m, FAMILY)
     wide = m.integer("attention.key_length")
@@ -322,12 +382,13 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     heads = [(wide if g else narrow, q, kv) for g, q, kv in zip(is_global, n_heads, n_kv_heads, strict=True)]
     ffn = decoder.by_layer(m, "feed_forward_length", n_layers)
     shared = m.integer("attention.shared_kv_layers", 0)
+    _one_branch(m, inputs, experts)
     return HParams(
         family="gemma4",
         hidden=hidden,
         vocab=vocab,
         context_length=m.integer("context_length"),
-        layers=_layers(m, "attention.shared_kv_layers", is_global, kinds, heads, ffn, shared, look),
+        layers=_layers(m, "attention.shared_kv_layers", is_global, kinds, heads, ffn, shared, look, experts),
         attention_scale=1.0,
         eps=m.number("attention.layer_norm_rms_epsilon", 1e-6),
         softcap=m.number("final_logit_softcapping", 0.0),
@@ -368,7 +429,13 @@ def gguf_fields(hp: HParams) -> Mapping[str, Any]:
     def one_or_each(values: Sequence[int]) -> int | list[int]:
         return values[0] if len(set(values)) == 1 else list(values)
 
+    experts = {
+        "expert_count": local.n_experts,
+        "expert_used_count": local.experts_used,
+        "expert_feed_forward_length": local.expert_ffn,
+    }
     return {
+        **(experts if local.n_experts else {}),
         "context_length": hp.context_length,
         "embedding_length": hp.hidden,
         "block_count": hp.n_layers,

@@ -62,6 +62,16 @@ class LayerParams:
         )
         _require(0 <= self.sparsity < 1, "sparsity", self.sparsity, "must be a share from 0, below 1")
         _require(abs(self.scalar) < 1e30, "scalar", self.scalar, "is beyond what float32 computes with")
+        _require(
+            0 <= self.experts_used <= self.n_experts,
+            "experts_used",
+            self.experts_used,
+            f"must be at most n_experts {self.n_experts}",
+        )
+        mixture = self.n_experts > 0
+        for name in ("experts_used", "expert_ffn"):
+            _require((getattr(self, name) > 0) == mixture, name, getattr(self, name), "must be positive with experts")
+        _require(self.expert_ffn % 32 == 0, "expert_ffn", self.expert_ffn, "must be a multiple of 32")
         for name in ("n_experts", "experts_used", "expert_ffn"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative (0 = none)")
 

@@ -80,7 +80,10 @@ class _Bound:
         spec = self.device.ops[step.op]
         self.function = self.device.functions[step.op]
         self.control = program.device.whole(program.plan.control).array
-        self.counts = program.device.whole(step.counts).array if step.counts else self.control
+        self.counts = self.control
+        if step.counts:
+            counts = program.tensor(step.counts)
+            self.counts = counts.array if isinstance(counts, Tensor) else program.device.whole(step.counts).array
         self.axis = spec.token_axis
         self.bucket = None if self.axis is None else step.bind.get(self.axis)  # None: an operation on weights alone
         shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}

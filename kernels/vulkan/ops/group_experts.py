@@ -11,11 +11,11 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """places i32 [T,K] of the live pairs by expert, and spans u32 [X,2] of the experts."""
+    """places i32 [T,K] of the live pairs by expert, spans u32 [X,2] of the experts, and the pairs' number."""
     rec.dispatch(
         rec.kernel("group_experts", SUBGROUP=rec.device.subgroup_size),
         reads=t["experts"].parts,
-        writes=[*t["places"].parts, *t["spans"].parts],
+        writes=[p for name in ("places", "spans", "pairs") for p in t[name].parts],
         push=struct.pack("<3I", CONTROL[step.extent], step.bind["T"], step.bind["K"]),
         grid=(step.bind["X"],),
     )
