@@ -48,7 +48,8 @@ def shards(
     """Like to_gguf.shards: a temporary folder with everything except tensor data, renamed to `target`. Get `source` and
     `kinds` from `apart`."""
     hp = source.hparams
-    made_apart = {part for stem in family.stacks(hp) for part in family.parts(hp, f"{stem}.weight")}
+    every = [family.parts(hp, name) for name in family.tensors(hp)]
+    made_apart = {part for parts in every if len(parts) > 1 for part in parts}
     wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
     if wrong is not None:
         raise CheckpointError(
@@ -59,7 +60,8 @@ def shards(
     with atomic_folder(target, force) as folder:
         paths = shard_paths(folder / "model.safetensors", len(groups))
         made = [
-            _begin(path, source, {n: kinds[n] for n in group}, names) for path, group in zip(paths, groups, strict=True)
+            _begin(path, source, family, {n: kinds[n] for n in group}, names)
+            for path, group in zip(paths, groups, strict=True)
         ]
         if len(paths) > 1:
             total = sum(tensor_sizes(source, kinds).values())
@@ -102,15 +104,19 @@ def _name(short: str) -> str:
     return short if short.startswith("lm_head") else f"model.{short}"
 
 
-def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapping[str, str]) -> Shard:
+def _begin(path: Path, source: Checkpoint, family: Family, kinds: Mapping[str, str], names: Mapping[str, str]) -> Shard:
     sizes = tensor_sizes(source, kinds)
+    shapes = {name: family.gguf_shape(source.hparams, name, source.shape(name)) for name in sizes}
 
     def header(digests: Mapping[str, str], own: str = _UNKNOWN) -> bytes:
         meta = {"format": "pt", HEADER_DIGEST: own} | {DIGEST + names[n]: digests.get(n, _UNKNOWN) for n in kinds}
         table, at = {}, 0
         for name, size in sizes.items():
-            shape = list(source.shape(name))
-            table[names[name]] = {"dtype": TYPES[kinds[name]], "shape": shape, "data_offsets": [at, at + size]}
+            table[names[name]] = {
+                "dtype": TYPES[kinds[name]],
+                "shape": list(shapes[name]),
+                "data_offsets": [at, at + size],
+            }
             at += size
         text = json.dumps({"__metadata__": meta, **table}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -126,7 +132,7 @@ def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapp
     for name, size in sizes.items():
         offsets[name] = at
         at += size
-    return Shard(path, kinds, offsets, at, seal, names, {name: source.shape(name) for name in sizes})
+    return Shard(path, kinds, offsets, at, seal, names, shapes)
 
 
 def header_digest(header: bytes, own: str) -> str:
