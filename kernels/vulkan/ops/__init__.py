@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 from hybrid.kernels.vulkan.groups import Binding, Group
-from hybrid.kernels.vulkan.ops import _altup_gate, _altup_next, _layer, _layer_attention, _partials
+from hybrid.kernels.vulkan.ops import _altup_gate, _altup_next, _expert_route, _layer, _layer_attention, _partials
 
 BINDINGS: dict[str, Binding] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record
@@ -33,5 +33,6 @@ GROUPS: dict[tuple[str, ...], Group] = {
     },
     _altup_next.OPS: _altup_next.record,
     _altup_gate.OPS: _altup_gate.record,
+    _expert_route.OPS: _expert_route.record,
     **{ops: _partials.record for ops in _partials.OPS},
 }

@@ -14,7 +14,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """experts i32 [T,K] and gates f32 [T,K] of logits [T,X], for the live rows."""
     rows, experts, chosen = (step.bind[axis] for axis in ("T", "X", "K"))
     rec.dispatch(
-        rec.kernel("top_experts", SUBGROUP=rec.device.subgroup_size),
+        rec.kernel("top_experts", WG=min(128, rec.device.max_threads)),
         reads=[*t["logits"].parts, *t["expert_scale"].parts],
         writes=[*t["experts"].parts, *t["gates"].parts],
         push=struct.pack("<4If", CONTROL[step.extent], rows, experts, chosen, step.attrs["scale"]),
