@@ -74,9 +74,9 @@ class Grouped:
         rec, device, more = self.rec, self.rec.device, b""
         beside: tuple[Slice, ...] = ()
         if takes(device, x, w):
-            tile = tile_of(
-                device, family, tile_for(device, family, w.dtype, self.mean, n, k)["tile"], w.dtype, self.mean, n, k
-            )
+            every = n * min(self.experts, self.rows)  # the device has the tiles of all experts at once
+            asked = tile_for(device, family, w.dtype, self.mean, every, k)["tile"]
+            tile = tile_of(device, family, asked, w.dtype, self.mean, every, k)
             height, columns = TILES[tile]
             constants = {"ONCE": int(self.mean <= SHORT)}
             if tile in SPLIT_SUBGROUPS:
