@@ -42,6 +42,24 @@ def test_a_prompt_a_line(folder: Path, texts: list[str], tmp_path: Path, capsys:
     assert said.err.startswith("cpu | 6 results | prompts ") and "| generated 36, " in said.err
 
 
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    prompts = ["a\u2028b\u0085c", "d\u2029\x1c\x0b\x0ce", "plain \u2028 text\rhere"]
+    rows = [json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts[:2]] + prompts[2:]
+    text = "\r\n".join(rows) + "\n"
+    assert [a.prompt for a in many.read(file, text)] == prompts
+    results = "".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts)
+    file.write_bytes(results.encode())
+    assert many.written(file, many.read(file, text)) == 3 and file.read_bytes() == results.encode()
+
+
+def test_a_file_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes(b"one\ncaf\xe9\n")
+    assert command(folder, "--batch", file) == 2
+    assert capsys.readouterr().err == f"error: {file}: line 2 is not UTF-8: save the file in that encoding\n"
+
+
 def test_objects_with_options_and_json(
     folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,16 +137,24 @@ def _batch(args: argparse.Namespace) -> Any:
         return None
     if args.prompt is not None or args.trace is not None:
         raise UsageError("--batch has its own prompts: leave out --prompt and --trace")
-    from hybrid.generate.many import read, written
+    from hybrid.generate.many import decoded, read, written
 
     if args.output is not None:
         check_writable("--output", args.output)
     with usage():
         piped = str(args.batch) == "-"
-        asked = read(args.batch, sys.stdin.read() if piped else args.batch.read_text(encoding="utf-8"))
+        asked = read(args.batch, _standard_input() if piped else decoded(args.batch, args.batch.read_bytes()))
         if args.output is not None:
             written(args.output, asked)
     return asked
+
+
+def _standard_input() -> str:
+    """All of standard input, its line ends as they are."""
+    from hybrid.generate.many import decoded
+
+    binary = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if binary is None else decoded(Path("standard input"), binary.read())
 
 
 def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:

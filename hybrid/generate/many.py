@@ -38,15 +38,29 @@ class Asked:
     """The file and its line."""
 
 
+def decoded(path: Path, data: bytes) -> str:
+    """A file's text. ValueError names a file that is not UTF-8."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}: line {line} is not UTF-8: save the file in that encoding") from None
+
+
 def read(path: Path, text: str) -> list[Asked]:
     """The prompts of a batch file. ValueError names the line, the key and the fix."""
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines(text), 1):
         if line.strip():
             found.append(_parsed(f"{path}: line {number}", line))
     if not found:
         raise ValueError(f"{path} has no prompt: write one a line, or a JSON object a line")
     return found
+
+
+def lines(text: str) -> list[str]:
+    """Lines that end at \\n or \\r\\n: JSON may hold U+2028 and what else str.splitlines cuts at."""
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _parsed(where: str, line: str) -> Asked:
@@ -79,12 +93,12 @@ def written(path: Path, asked: Sequence[Asked]) -> int:
     prompts."""
     if not path.exists():
         return 0
-    data = path.read_text(encoding="utf-8")
+    data = decoded(path, path.read_bytes())
     whole = data[: data.rfind("\n") + 1]
     if whole != data:  # interrupted within a line
-        path.write_text(whole, encoding="utf-8")
-    lines = whole.splitlines()
-    for number, line in enumerate(lines):
+        path.write_bytes(whole.encode())
+    results = lines(whole)
+    for number, line in enumerate(results):
         try:
             prompt = json.loads(line).get("prompt")
         except (json.JSONDecodeError, AttributeError):
@@ -92,7 +106,7 @@ def written(path: Path, asked: Sequence[Asked]) -> int:
         if number >= len(asked) or prompt != asked[number].prompt:
             wrong = f"line {number + 1} is no result of this batch's prompt {number + 1}"
             raise ValueError(f"{path}: {wrong}: name another output file")
-    return len(lines)
+    return len(results)
 
 
 def encoded(model: Any, text: str, chat: bool, system: str, parse_special: bool) -> list[int]:
