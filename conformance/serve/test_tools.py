@@ -19,6 +19,7 @@ from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
 from hybrid.serve.grammars import MARKS, Grammars, marks_of
+from hybrid.serve.responses_wire import ResponsesRequest
 from hybrid.serve.tools import Format, Offer, parameters
 from hybrid.serve.tools_json import JSON
 from hybrid.serve.tools_marked import marked
@@ -188,6 +189,34 @@ def test_a_conversation_that_ends_on_results() -> None:
     assert tools is not None and [t["function"]["name"] for t in tools] == ["weather", "plan", "now"]
     assert turns[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "kind": "dry"}
     assert turns[3] == {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize("name", ["json", "marked"])
+def test_an_id_used_again_names_the_call_nearest_before(name: str) -> None:
+    def called(function: str) -> dict[str, Any]:
+        call = {"id": "call_0", "type": "function", "function": {"name": function, "arguments": "{}"}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    def answered(text: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": "call_0", "content": text}
+
+    given = [called("weather"), answered("sunny"), called("now"), answered("noon")]
+    turns, _ = family(name)[2].turns([Message.model_validate(m) for m in given], None)
+    if name == "json":
+        assert [t["content"] for t in turns[1::2]] == ["Result of weather:\nsunny", "Result of now:\nnoon"]
+    else:
+        assert [t["name"] for t in turns if t["role"] == "tool"] == ["weather", "now"]
+
+
+@pytest.mark.parametrize("name", ["json", "marked"])
+def test_parts_reach_the_template(name: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns, _ = family(name)[2].turns([Message.model_validate({"role": "user", "content": parts})], None)
+    assert turns == [{"role": "user", "content": parts}]
+    asked = ResponsesRequest.model_validate(
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}]}
+    )
+    assert family(name)[2].turns(asked.chat().messages, None)[0] == turns
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from hybrid.serve.wire import (
     Verbosity,
     Wire,
     check_tools,
+    content_of,
     kind_of,
     other_type,
-    text_of,
     wrong,
 )
 
@@ -255,9 +255,9 @@ class ResponsesRequest(SamplingFields):
         out: list[dict[str, Any]] = []
         for item in self.input:
             if isinstance(item, InputMessage):
-                out.append({"role": item.role, "content": text_of(item.content)})
+                out.append({"role": item.role, "content": content_of(item.content)})
             elif isinstance(item, InputResult):
-                out.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+                out.append({"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)})
             elif isinstance(item, InputCall):
                 call = {
                     "id": item.call_id,

@@ -101,17 +101,22 @@ def parameters(tool: Function) -> dict[str, Any]:
     return {"type": "object", **found}
 
 
-def called_names(messages: Sequence[Message]) -> dict[str, str]:
-    """Tool call id -> function name. ApiError for a tool result without a matching call."""
-    names: dict[str, str] = {}
+def called_names(messages: Sequence[Message]) -> dict[int, str]:
+    """Index of a tool's result -> name of the function: the nearest call before it with its id. ApiError for a result
+    without one."""
+    names: dict[int, str] = {}
+    called: dict[str | None, str] = {}
     for n, m in enumerate(messages):
-        names |= {c.id: c.function.name for c in m.tool_calls or ()}
-        if m.role == "tool" and m.tool_call_id not in names:
+        called |= {c.id: c.function.name for c in m.tool_calls or ()}
+        if m.role != "tool":
+            continue
+        if m.tool_call_id not in called:
             raise bad_request(
                 "a message of the role tool must answer a tool call of a message before it",
                 f"messages[{n}].tool_call_id",
                 "invalid_value",
             )
+        names[n] = called[m.tool_call_id]
     return names
 
 

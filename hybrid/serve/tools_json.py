@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid.serve.structured import json_rule
 from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
-from hybrid.serve.wire import Message
+from hybrid.serve.wire import Message, content_of
 
 _HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
 
@@ -39,24 +39,31 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
         role: str = m.role if m.role == "assistant" else "user"
         if m.role in ("system", "developer") and all(o["role"] == "system" for o in out):
             role = "system"  # later ones join the user's turn: the family's templates know no other place for them
+        content = content_of(m.content)
         text = m.text()
         if m.role == "tool":
-            text = f"Result of {names[str(m.tool_call_id)]}:\n{text}"
+            content = text = f"Result of {names[n]}:\n{text}"
         elif m.tool_calls:
             calls = [
                 (c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls
             ]
-            text = "\n".join(filter(None, [text, _written(calls)]))
+            content = "\n".join(filter(None, [text, _written(calls)]))
         if out and out[-1]["role"] == role:
-            out[-1]["content"] += "\n\n" + text
+            out[-1]["content"] = _with(out[-1]["content"], content)
         else:
-            out.append({"role": role, "content": text})
+            out.append({"role": role, "content": content})
     if offer is not None:
         if out and out[0]["role"] == "system":
-            out[0]["content"] += "\n\n" + instructions(offer)
+            out[0]["content"] = _with(out[0]["content"], instructions(offer))
         else:
             out.insert(0, {"role": "system", "content": instructions(offer)})
     return out, None
+
+
+def _with(content: str | list[dict[str, str]], more: str | list[dict[str, str]]) -> str:
+    """Two messages' contents as one; parts of one message follow each other, as the families' templates write them."""
+    texts = (c if isinstance(c, str) else "".join(p["text"] for p in c) for c in (content, more))
+    return "\n\n".join(texts)
 
 
 def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -20,7 +20,7 @@ from hybrid.serve.grammars import MARKS, marks_of
 from hybrid.serve.schemas import resolve
 from hybrid.serve.structured import json_rule
 from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
-from hybrid.serve.wire import Message
+from hybrid.serve.wire import Message, content_of
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -33,7 +33,7 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
     names = called_names(messages)
     out: list[dict[str, Any]] = []
     for n, m in enumerate(messages):
-        turn: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": m.text()}
+        turn: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": content_of(m.content)}
         if m.tool_calls:
             found = [
                 (c.id, c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls"))
@@ -44,7 +44,7 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
                 for i, name, given in found
             ]
         if m.role == "tool":
-            turn |= {"name": names[str(m.tool_call_id)], "tool_call_id": m.tool_call_id}
+            turn |= {"name": names[n], "tool_call_id": m.tool_call_id}
         out.append(turn)
     tools = None if offer is None else [{"type": "function", "function": d} for d in described(offer.tools)]
     return out, tools

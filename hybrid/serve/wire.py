@@ -213,6 +213,13 @@ def text_of(content: str | list[Part] | None) -> str:
     return "\n".join(p.text or p.refusal or "" for p in content)
 
 
+def content_of(content: str | list[Part] | None) -> str | list[dict[str, str]]:
+    """A message's content for the chat template: a text, or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [{"type": "text", "text": p.text or p.refusal or ""} for p in content]
+
+
 class Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
