@@ -41,6 +41,8 @@ class Generation:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Checkpoint:
     """The model's name in the files, else the file's name."""
     notes: tuple[str, ...] = ()
     """One line for each assumed default and each ignored part."""
+    tool_template: str | None = None
+    """The chat template for conversations with tools, if it is another one."""
 
     @property
     def names(self) -> tuple[str, ...]:

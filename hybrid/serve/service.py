@@ -94,14 +94,14 @@ class Service:
         soon as the text is known to be too long."""
         tokenizer, most = model.checkpoint.tokenizer, self.most(model)
         self.check_length(model, len(text) - (text.count(guard) if guard else 0))
-        parts = tokenizer.encode_parts(text, bos, guard is not None, guard or "")
+        parts = tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
         return await self._texts.run(self._client(request), _joined(parts, most), len(text))
 
     async def tokenize(
         self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None
     ) -> list[int]:
         """Ids of a text, without a length limit."""
-        parts = model.checkpoint.tokenizer.encode_parts(text, bos, guard is not None, guard or "")
+        parts = model.checkpoint.tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
         return await self._texts.run(self._client(request), _joined(parts, None), len(text))
 
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
@@ -113,8 +113,9 @@ class Service:
     ) -> tuple[str, str]:
         """Render a conversation with the model's chat template: (text, guard) for `encode`."""
         c = model.checkpoint
+        template = (c.tool_template if tools is not None else None) or c.chat_template
         return await self._templates.call(
-            self._client(request), chat.written, c.tokenizer, messages, c.chat_template, False, tools
+            self._client(request), chat.written, c.tokenizer, messages, template, False, tools
         )
 
     def check_length(self, model: Model, characters: int) -> None:
@@ -137,7 +138,8 @@ class Service:
 
     def tool_format(self, model: Model) -> Format:
         """The tool-call format of the model's family: marked if vocabulary and template have the marks."""
-        found = marked(model.checkpoint.tokenizer) if "tool" in (model.checkpoint.chat_template or "") else None
+        c = model.checkpoint
+        found = marked(c.tokenizer) if "tool" in (c.tool_template or c.chat_template or "") else None
         return found or JSON
 
     async def constraints(

@@ -5,11 +5,12 @@ Only the template can produce control tokens: their text inside a message is ord
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from hybrid.text.chat_template import OUTPUT, ChatError, expand, expand_apart
+from hybrid.text.chat_template import GUARD, OUTPUT, ChatError, expand, expand_apart
 from hybrid.text.tokenizer import Tokenizer
 
 __all__ = ["GEMMA4_TEMPLATE", "GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of", "written"]
@@ -32,7 +33,7 @@ GEMMA_TEMPLATE = """\
 {%- endmacro -%}
 {%- if messages and messages[0]['role'] == 'system' -%}
     {%- set system = messages[0]['content'] -%}
-    {%- set ns.prefix = (system if system is string else system[0]['text']) + '\n\n' -%}
+    {%- set ns.prefix = (system if system is string else system | map(attribute='text') | join) + '\n\n' -%}
     {%- set ns.turns = messages[1:] -%}
 {%- endif -%}
 {%- for message in ns.turns -%}
@@ -94,26 +95,49 @@ def template_of(tokenizer: Tokenizer, template: str | None) -> str:
 def render(
     messages: Sequence[Message],
     template: str = GEMMA_TEMPLATE,
-    bos: str = "<bos>",
+    special: Mapping[str, str] | None = None,
     generate: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    guard: str = "",
 ) -> str:
-    """Text of a conversation, with the template's begin-of-text token, if any. generate: append the start of the
-    model's turn. tools: tool descriptions for the template. ChatError for invalid messages, an invalid template, or a
+    """Text of a conversation. special: `Tokenizer.special`. generate: append the start of the model's turn. tools: tool
+    descriptions for the template. guard: as of `written`. ChatError for invalid messages, an invalid template, or a
     template that does not terminate."""
     for index, message in enumerate(messages):
-        if not {"role", "content"} <= set(message):
+        if "role" not in message or not ("content" in message or "tool_calls" in message):
             raise ChatError(f"message {index} needs a role and a content")
     variables = {
-        "messages": [dict(m) for m in messages],
-        "bos_token": bos,
-        "eos_token": "",
-        "add_generation_prompt": generate,
+        "messages": [_given(m) for m in messages],
         "tools": None if tools is None else list(tools),
+        "documents": None,
+        "add_generation_prompt": generate,
+        GUARD: guard,
+        **({"bos_token": "<bos>"} if special is None else special),
     }
     most = OUTPUT + 4 * sum(len(text) for text in _texts([*messages, *(tools or ())]))
     # Templates from files run in a process that can be killed.
     return (expand if template in OWN_TEMPLATES.values() else expand_apart)(template, variables, most)
+
+
+def _given(message: Message) -> dict[str, Any]:
+    """A message as transformers hands it to a template: without fields that are None, a thought under each of its
+    names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    thought = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
+    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
+
+
+_READS_PARTS = re.compile("text|tojson")
+
+
+def _joined(message: Message) -> Message:
+    """A message of text parts for a template that reads only texts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    texts = [p.get("text") for p in parts if isinstance(p, Mapping)]
+    if not texts or len(texts) != len(parts) or not all(isinstance(t, str) for t in texts):
+        return message
+    return {**message, "content": "\n".join(map(str, texts))}
 
 
 def written(
@@ -125,12 +149,13 @@ def written(
 ) -> tuple[str, str]:
     """(rendered conversation, guard character that escapes control tokens inside messages: `Tokenizer.encode`). Slow: a
     template from a file runs in a separate process."""
-    bos_id = tokenizer.vocabulary.bos_id
-    bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
-    guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [template or ""]))
+    source = template_of(tokenizer, template)
+    if not _READS_PARTS.search(source):
+        messages = [_joined(m) for m in messages]
+    guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [source]))
     quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
     offered = _nested(tokenizer, tools, guard) if guard else tools
-    return render(quoted, template_of(tokenizer, template), bos, tools=offered), guard
+    return render(quoted, source, tokenizer.special, tools=offered, guard=guard), guard
 
 
 def encode(
@@ -140,10 +165,10 @@ def encode(
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Ids of a conversation for generation, with exactly one begin-of-text token. Control tokens inside messages and
-    tools are ordinary text unless `parse_special`."""
+    """Ids of a conversation for generation; a begin-of-text token only where the template writes it. Control tokens
+    inside messages and tools are ordinary text unless `parse_special`."""
     text, guard = written(tokenizer, messages, template, parse_special, tools)
-    return tokenizer.encode(text, parse_special=True, guard=guard)
+    return tokenizer.encode(text, bos=False, parse_special=True, guard=guard)
 
 
 def _texts(value: Any) -> Iterator[str]:

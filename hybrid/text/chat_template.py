@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from hybrid.text.template_worker import IDLE, Late, Pool
 SECONDS = 10.0
 """Timeout of a template, a worker's start included."""
 MEMORY = 1 << 30
+GUARD = "guard character"
+"""Variable with the guard character; no template can name it."""
 OUTPUT = 1 << 20
 """Most characters that a template adds to the messages."""
 
@@ -34,12 +37,45 @@ class ChatError(ValueError):
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
     """A compiled template, cached since compilation is slower than expansion. Templates cannot modify the sandbox's
-    environment."""
+    environment, which is that of transformers."""
+    from jinja2 import ext, nodes, pass_context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    class Generation(ext.Extension):
+        """{% generation %} marks what the model wrote, for training. A call block, for its scope of variables."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> str:
+            return str(caller())
+
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    env.filters["tojson"] = pass_context(_to_json)
+    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda format: datetime.now().strftime(format)}
     return env.from_string(template)
+
+
+def _to_json(
+    context: Any,
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """json.dumps with transformers' defaults. The guard character (chat.written) stays itself."""
+    text = json.dumps(x, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if not ensure_ascii:
+        return text
+    guard = context.get(GUARD)
+    return re.sub("[^\0-\x7f]", lambda c: c[0] if c[0] == guard else json.dumps(c[0])[1:-1], text)
 
 
 def expand(template: str, variables: Mapping[str, Any], most: int) -> str:

@@ -68,7 +68,10 @@ class Vocabulary:
 
     A user-defined piece with real spaces can be decoded but never encoded, as in SentencePiece.
     `merges` ("left right", by priority) replace the scores if present.
-    `add_bos`: whether texts begin with the begin-of-text token.
+    `add_bos`: whether texts begin with the begin-of-text token. `after_id`: the token that follows every text.
+    `named`: (name, text) of special tokens as templates see them, if not those of the ids.
+    `reach`: (id, lstrip, rstrip, single_word) of added tokens that take the whitespace beside them, or match only as
+    whole words.
     """
 
     pieces: tuple[str, ...]
@@ -81,6 +84,9 @@ class Vocabulary:
     add_space_prefix: bool = False
     merges: tuple[str, ...] | None = None
     add_bos: bool = True
+    after_id: int | None = None
+    named: tuple[tuple[str, str], ...] | None = None
+    reach: tuple[tuple[int, bool, bool, bool], ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.pieces)
@@ -92,7 +98,7 @@ class Vocabulary:
         wrong = next((t for t in self.types if t not in range(1, 7)), None)
         if wrong is not None:
             raise TokenizerError(f"token type {wrong} at id {self.types.index(wrong)}; known: 1 to 6")
-        for name in ("bos_id", "eos_id", "unk_id", "pad_id"):
+        for name in ("bos_id", "eos_id", "unk_id", "pad_id", "after_id"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < n:
                 raise TokenizerError(f"{name} {value} is outside the {n} tokens")
@@ -103,7 +109,10 @@ class Vocabulary:
             return self
         kept = set(self.pieces[:n])
         merges = None if self.merges is None else tuple(m for m in self.merges if m.replace(" ", "", 1) in kept)
-        return replace(self, pieces=self.pieces[:n], scores=self.scores[:n], types=self.types[:n], merges=merges)
+        reach = tuple(r for r in self.reach if r[0] < n)
+        return replace(
+            self, pieces=self.pieces[:n], scores=self.scores[:n], types=self.types[:n], merges=merges, reach=reach
+        )
 
 
 class Tokenizer:
@@ -122,38 +131,46 @@ class Tokenizer:
         self.n_rows = max(self.n_tokens, rows or 0)
         self.bos_id = v.bos_id if v.add_bos else None
         ends = {i for i in (v.eos_id, *eos_ids) if i is not None and 0 <= i < self.n_tokens}
-        self._ids = {p: i for i, (p, t) in enumerate(zip(v.pieces, v.types, strict=True)) if t != BYTE}
+        pieces = [(i, p) for i, p in enumerate(v.pieces) if v.types[i] != BYTE]
+        self._ids = {p: i for i, p in reversed(pieces)}  # of equal pieces the first counts
+        if len(self._ids) < len(pieces):
+            pieces = [(i, p) for i, p in pieces if self._ids[p] == i]
         self.eos_ids = frozenset(ends | {self._ids[t] for t in END_TEXTS if t in self._ids})
         self.types = _effective_types(v, self._ids, markers)
         """Effective types of the pieces."""
         mergeable = (NORMAL, USER_DEFINED, UNUSED)
         self._mergeable = {
-            p: i
-            for i, p in enumerate(v.pieces)
-            if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
+            p: i for i, p in pieces if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
         }
         # Key of a pair: its concatenation, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
         if v.merges is None:
             self._order: dict[str, float] = {p: -v.scores[i] for p, i in self._mergeable.items()}
-            self._unused = {p for i, p in enumerate(v.pieces) if self.types[i] == UNUSED}
+            self._unused = {p for i, p in pieces if self.types[i] == UNUSED}
         else:
             self._order = _order_of_merges(v, self._mergeable)
             self._unused = set()
         self._bytes = _byte_ids(v)
-        user = {p: i for i, p in enumerate(v.pieces) if self.types[i] == USER_DEFINED and " " not in p and p}
+        user = {p: i for i, p in pieces if self.types[i] == USER_DEFINED and " " not in p and p}
         hidden = (CONTROL, UNKNOWN)
-        control = {p.replace(" ", SPACE): i for i, p in enumerate(v.pieces) if self.types[i] in hidden and p}
+        control = {p.replace(" ", SPACE): i for i, p in pieces if self.types[i] in hidden and p}
         marks = {p: i for p, i in user.items() if p in PRINTED_MARKS}
-        self._user, self._special, self._control = _Cutter(user), _Cutter(control | user), _Cutter(control)
-        self._quoted, self._unmarked = (
-            _Cutter(control | marks),
-            _Cutter({p: i for p, i in user.items() if p not in marks}),
-        )
+        unmarked = {p: i for p, i in user.items() if p not in marks}
+        cutters = (_Cutter(p, v.reach) for p in (user, control | user, control, control | marks, unmarked))
+        self._user, self._special, self._control, self._quoted, self._unmarked = cutters
         # If no piece has a space after another character, merges never cross word boundaries: words are encoded
         # separately and cached.
         self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
         self._words: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def special(self) -> dict[str, str]:
+        """Name of a special token in chat templates (bos_token) -> its text."""
+        v = self.vocabulary
+        if v.named is not None:
+            return dict(v.named)
+        ids = {"bos_token": v.bos_id, "eos_token": v.eos_id, "unk_token": v.unk_id, "pad_token": v.pad_id}
+        return {name: v.pieces[i] for name, i in ids.items() if i is not None}
 
     @cached_property
     def longest(self) -> int:
@@ -161,9 +178,8 @@ class Tokenizer:
         return max(map(len, self.vocabulary.pieces))
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> list[int]:
-        """Ids of `text`. bos: prepend the begin-of-text id, unless present. parse_special: recognise control tokens by
-        their text, except those that `quote` has escaped with `guard`. Lone surrogates become U+FFFD. TypeError if text
-        is not a str."""
+        """Ids of `text`. bos: add what the vocabulary has before a text, unless present, and after it. parse_special: recognise control tokens by their text, except those that `quote` has escaped with `guard`.
+        Lone surrogates become U+FFFD. TypeError if text is not a str."""
         return [i for part in self.encode_parts(text, bos, parse_special, guard) for i in part]
 
     def encode_parts(
@@ -182,6 +198,8 @@ class Tokenizer:
             yield part
         if not begun:
             yield first
+        if bos and self.vocabulary.after_id is not None:
+            yield [self.vocabulary.after_id]
 
     def _parts(self, text: str, parse_special: bool, guard: str) -> Iterator[list[int]]:
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace(" ", SPACE)
@@ -215,7 +233,7 @@ class Tokenizer:
             firsts = "".join(re.escape(c) for c in sorted(cutter.firsts))
             return re.sub(f"([{firsts}])", rf"\1{guard}", text) if firsts else text
         out, at = [], 0
-        for piece, known in cutter.cut(text.replace(" ", SPACE)):
+        for piece, known in cutter.whole(text.replace(" ", SPACE)):
             own = text[at : at + len(piece)]
             at += len(piece)
             out.append(own if known is None else "".join(c + guard for c in own))
@@ -351,10 +369,16 @@ class StreamDecoder:
 _WORDS = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
 
 
-class _Cutter:
-    """Splits text at known pieces, longest match first, from left to right."""
+_WHITE = SPACE + "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 
-    def __init__(self, pieces: dict[str, int]) -> None:
+
+class _Cutter:
+    """Splits text at known pieces, longest match first, from left to right. reach: of Vocabulary."""
+
+    def __init__(self, pieces: dict[str, int], reach: Iterable[tuple[int, bool, bool, bool]] = ()) -> None:
+        known = set(pieces.values())
+        self._strips = {i: (left, right) for i, left, right, _ in reach if i in known and (left or right)}
+        self._whole = {i for i, *_, word in reach if word}
         self._pieces = pieces
         self._starts = {p[:2] for p in pieces}
         lengths: dict[str, set[int]] = {}
@@ -366,7 +390,27 @@ class _Cutter:
         self._candidates = re.compile(f"[{firsts}]") if pieces else None
 
     def cut(self, text: str) -> Iterable[tuple[str, int | None]]:
-        """(piece, id) for known pieces and (text, None) for non-empty text between them."""
+        """(piece, id) for known pieces and (text, None) for non-empty text between them, without the spaces that tokens
+        strip beside them."""
+        if not self._strips:
+            yield from self.whole(text)
+            return
+        parts = list(self.whole(text))
+        space = [known is None or not piece.strip(SPACE) for piece, known in parts]
+        for n, (_, known) in enumerate(parts):
+            left, right = self._strips.get(known, (False, False)) if known is not None else (False, False)
+            for wanted, step, strip in ((left, -1, str.rstrip), (right, 1, str.lstrip)):
+                at = n + step
+                while wanted and 0 <= at < len(parts) and space[at]:
+                    piece = strip(parts[at][0], _WHITE)
+                    parts[at] = piece, parts[at][1]
+                    if piece:
+                        break
+                    at += step
+        yield from ((piece, known) for piece, known in parts if piece)
+
+    def whole(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """`cut`, with all of the text."""
         done = 0
         for candidate in self._candidates.finditer(text) if self._candidates else ():
             at = candidate.start()
@@ -375,10 +419,15 @@ class _Cutter:
             for length in self._lengths[text[at]]:
                 piece = text[at : at + length]
                 if piece in self._pieces:
+                    end = at + length
+                    if self._pieces[piece] in self._whole and (
+                        re.match(r"\w", text[max(at - 1, 0) : at]) or re.match(r"\w", text[end : end + 1])
+                    ):
+                        break
                     if at > done:
                         yield text[done:at], None
                     yield piece, self._pieces[piece]
-                    done = at + len(piece)
+                    done = end
                     break
         if done < len(text):
             yield text[done:], None
