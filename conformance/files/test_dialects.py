@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import hybrid
 from conformance.support.gemma3_sizes import SIZES, Size, gguf_metadata, published_config
 from conformance.support.gguf_files import add_tokenizer, finish
+from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
 from conformance.support.synthetic import (
     PIECES,
@@ -30,6 +32,7 @@ from hybrid.checkpoint.decoder import hf_name
 from hybrid.checkpoint.families import tensors
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.gemma3 import gguf_fields, hparams_from_gguf, hparams_from_hf
+from hybrid.convert import convert
 from hybrid.core.hparams import HParams
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import dequantise, quantise
@@ -206,6 +209,36 @@ def test_parts_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     alone.write_bytes(data[0])
     with pytest.raises(CheckpointError, match=r"renamed\.gguf is part 1 of 3.*name"):
         open_checkpoint(alone)
+
+
+def test_layers_of_a_gguf_file_may_differ(tmp_path: Path) -> None:
+    """Lists of head_count_kv, head_count and feed_forward_length by layer (pruned models), read, run and written."""
+    uniform = tiny()
+    layers = (
+        replace(uniform.layers[0], n_kv_heads=1),
+        replace(uniform.layers[1], ffn=64),
+        replace(uniform.layers[2], n_heads=2),
+    )
+    hp = replace(uniform, layers=layers)
+    fields = _fields_of(hp)
+    assert fields["gemma3.attention.head_count_kv"] == [1, 2, 2] and fields["gemma3.feed_forward_length"] == [
+        96,
+        64,
+        96,
+    ]
+    (path,) = write_gguf(tmp_path / "m.gguf", hp, weights(hp), fields)
+    ids = [2, 5, 7, 11, 3, 9, 30, 31, 32, 33, 34]
+    with hybrid.load(path, device="cpu", ctx=32) as m:
+        assert m.hparams.layers == hp.layers
+        want, _ = forward(m.checkpoint, ids)
+        assert np.abs(m.logits(ids) - want).max() < 1e-4
+        convert(m.checkpoint, tmp_path / "again.gguf", "q8_0")
+        with pytest.raises(CheckpointError, match="write GGUF"):
+            convert(m.checkpoint, tmp_path / "hf", "f32", format="hf")
+    assert open_checkpoint(tmp_path / "again.gguf").hparams.layers == hp.layers
+    (wrong,) = write_gguf(tmp_path / "w.gguf", hp, weights(hp), fields | {"gemma3.feed_forward_length": [96, 64]})
+    with pytest.raises(CheckpointError, match="feed_forward_length must be one whole number for each of the 3 layers"):
+        open_checkpoint(wrong)
 
 
 def test_a_tensor_in_two_parts_or_shards_is_refused(tmp_path: Path) -> None:

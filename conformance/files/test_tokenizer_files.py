@@ -155,7 +155,10 @@ def test_a_directory_with_tokenizer_json_alone(tmp_path: Path) -> None:
     assert got.encode("the bee\n\n <bos>") == want.encode("the bee\n\n <bos>")
     assert got.eos_ids == {1, 5, 8, got.token_id("<b>")}
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "eos_token": "<eos>"}')
-    assert open_checkpoint(tmp_path).tokenizer.encode("the") == [got.token_id("the")]
+    assert open_checkpoint(tmp_path).tokenizer.encode("the") == [
+        2,
+        got.token_id("the"),
+    ]  # the json's post_processor counts
 
 
 def test_a_file_with_merges_opens_as_a_whole(tmp_path: Path) -> None:
@@ -232,11 +235,11 @@ def _json_with(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_json_with("pre_tokenizer.behavior", "Isolated"), "pre_tokenizer.type 'Split' is not supported, or not with"),
         (_json_with("decoder", {"type": "WordPiece"}), "decoder.type 'WordPiece'"),
         (
-            _json_with("post_processor.single", [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "<bos>"}}]),
+            _json_with("post_processor.single", [{"SpecialToken": {"id": "<bos>"}}] * 2 + [{"Sequence": {"id": "A"}}]),
             "single is not",
         ),
         (_json_with("post_processor", {"type": "BertProcessing"}), "post_processor.type 'BertProcessing'"),
-        (lambda d: d["added_tokens"][0].update(lstrip=True), r"added_tokens\[0\].lstrip of '<pad>'"),
+        (lambda d: d["added_tokens"][0].update(lstrip="yes"), r"added_tokens\[0\].lstrip must be true or false"),
         (lambda d: d["added_tokens"][0].update(id=7), r"added_tokens\[0\].id 7 differs from 0"),
         (lambda d: d["added_tokens"][0].update(id=[]), r"added_tokens\[0\]"),
         (lambda d: d["added_tokens"].append("x"), "needs an id and a content"),

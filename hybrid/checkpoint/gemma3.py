@@ -7,12 +7,14 @@ them) and of llama.cpp's reader for GGUF.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybrid.checkpoint.decoder import (
     GLOBAL_THETA,
     LOCAL_THETA,
     block,
+    by_layer,
     every,
     layer_count,
     layers_from_gguf,
@@ -104,7 +106,8 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
     """Metadata of architecture gemma3, as llama.cpp's and Ollama's converters write it."""
     m = metadata.under("gemma3.")
     n_layers, hidden = layer_count(m, "block_count"), m.integer("embedding_length")
-    n_heads = m.integer("attention.head_count")
+    heads = by_layer(m, "attention.head_count", n_layers)
+    n_heads = heads[0] if heads else 0
     head_dim, context = m.integer("attention.key_length"), m.integer("context_length")
     if m.integer("attention.value_length", head_dim) != head_dim:
         raise m.error("attention.value_length", f"must equal attention.key_length {head_dim}")
@@ -121,24 +124,26 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
         m.notes.append(f"gemma3.vocab_size is {m.get('vocab_size')}: the embedding has {vocab} rows, which count")
     if m.get("attention.layer_norm_rms_epsilon") is None:
         m.notes.append("gemma3.attention.layer_norm_rms_epsilon is absent: 1e-6 is taken")
+    ffn = by_layer(m, "feed_forward_length", n_layers)
+    n_kv = heads if m.get("attention.head_count_kv") is None else by_layer(m, "attention.head_count_kv", n_layers)
+    shape = {"ffn": max(ffn, default=0), "n_heads": n_heads, "n_kv_heads": n_heads, "head_dim": head_dim}
+    layers = _layers(
+        layers_from_gguf(m, n_layers, window, PATTERN),
+        n_layers,
+        window,
+        shape,
+        m.number("rope.freq_base_swa", m.number("rope.local.freq_base", LOCAL_THETA)),
+        m.number("rope.freq_base", m.number("rope.global.freq_base", GLOBAL_THETA)),
+        _factor_from_gguf(m, context),
+    )
     return HParams(
         family="gemma3",
         hidden=hidden,
         vocab=vocab,
         context_length=context,
-        layers=_layers(
-            layers_from_gguf(m, n_layers, window, PATTERN),
-            n_layers,
-            window,
-            {
-                "ffn": m.integer("feed_forward_length"),
-                "n_heads": n_heads,
-                "n_kv_heads": m.integer("attention.head_count_kv", n_heads),
-                "head_dim": head_dim,
-            },
-            m.number("rope.freq_base_swa", m.number("rope.local.freq_base", LOCAL_THETA)),
-            m.number("rope.freq_base", m.number("rope.global.freq_base", GLOBAL_THETA)),
-            _factor_from_gguf(m, context),
+        layers=tuple(
+            replace(layer, ffn=f, n_heads=n, n_kv_heads=kv)
+            for layer, f, n, kv in zip(layers, ffn, heads, n_kv, strict=True)
         ),
         attention_scale=m.number("attention.scale", _default_scale(n_layers, hidden, n_heads, head_dim)),
         eps=m.number("attention.layer_norm_rms_epsilon", 1e-6),
@@ -183,9 +188,9 @@ def gguf_fields(hp: HParams) -> Mapping[str, Any]:
         "context_length": hp.context_length,
         "embedding_length": hp.hidden,
         "block_count": hp.n_layers,
-        "feed_forward_length": layer.ffn,
-        "attention.head_count": layer.n_heads,
-        "attention.head_count_kv": layer.n_kv_heads,
+        "feed_forward_length": _same([x.ffn for x in hp.layers]),
+        "attention.head_count": _same([x.n_heads for x in hp.layers]),
+        "attention.head_count_kv": _same([x.n_kv_heads for x in hp.layers]),
         "attention.key_length": layer.head_dim,
         "attention.value_length": layer.head_dim,
         "attention.layer_norm_rms_epsilon": float(hp.eps),
@@ -205,3 +210,8 @@ def gguf_fields(hp: HParams) -> Mapping[str, Any]:
     if abs(hp.attention_scale / default - 1) > 1e-9:
         fields["attention.scale"] = float(hp.attention_scale)  # our own key: no standard key has it
     return fields
+
+
+def _same(values: list[int]) -> int | list[int]:
+    """One number for all layers, if they have the same."""
+    return values[0] if len(set(values)) == 1 else values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.decoder import layer_types, rotations
 from hybrid.core.hparams import HParams
 from hybrid.core.units import shortest
@@ -14,6 +15,10 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
     """Fields of config.json that define the arithmetic."""
     theta_local, theta_global, factor = rotations(hp)
     layer = hp.layers[0]
+    if any((x.ffn, x.n_heads, x.n_kv_heads) != (layer.ffn, layer.n_heads, layer.n_kv_heads) for x in hp.layers):
+        raise CheckpointError(
+            "config.json of Gemma 3 has one head count and feed-forward size for all layers: write GGUF"
+        )
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.checkpoint.assemble import Dialect, assemble
-from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation
+from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation, printable
 from hybrid.checkpoint.families import EMBEDDING, family_of_gguf
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.gguf_header import TensorInfo, read_header, refuse_overlaps
 from hybrid.checkpoint.gguf_split import check_parts, part_paths
-from hybrid.checkpoint.gguf_tokenizer import gguf_tokenizer
+from hybrid.checkpoint.gguf_tokenizer import end_ids, first_repeated, gguf_tokenizer
 from hybrid.checkpoint.look import Look
 from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, FILE_TYPES
@@ -47,6 +47,11 @@ def open_gguf(path: Path) -> Checkpoint:
     path, values = parts[0].path, parts[0].values
     stored = {name: tensor for part in parts for name, tensor in part.stored.items()}
     metadata = Fields(values, path)
+    if metadata.get("general.type") == "adapter":
+        raise metadata.error(
+            "general.type",
+            "is adapter: a LoRA adapter is not supported; merge it into its model (llama.cpp's llama-export-lora)",
+        )
     family = family_of_gguf(metadata)
     look = Look(path, stored, str)
     vocab = look.rows(EMBEDDING)
@@ -56,6 +61,11 @@ def open_gguf(path: Path) -> Checkpoint:
         raise
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    if (twice := first_repeated(metadata)) is not None:
+        piece, first, again = twice
+        metadata.notes.append(
+            printable(f"tokenizer.ggml.tokens has {piece!r} twice, at {first} and {again}: the first counts")
+        )
     advice = "Convert the original checkpoint: python -m hybrid.convert SRC DST --type q8_0"
     entries = assemble(path, family, hparams, stored, Dialect(lambda name: (name,), 0.0, advice), metadata.notes)
     return Checkpoint(
@@ -68,18 +78,19 @@ def open_gguf(path: Path) -> Checkpoint:
         make_tokenizer=lambda: gguf_tokenizer(metadata, vocab),
         name=metadata.text("general.name", path.stem),
         notes=tuple(metadata.notes),
+        tool_template=metadata.optional_text("tokenizer.chat_template.tool_use"),
     )
 
 
 def _generation(metadata: Fields, vocab: int) -> Generation:
-    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot")]
-    ids = tuple(dict.fromkeys(metadata.below(key, vocab) for key in keys if metadata.get(key) is not None))
-    temperature, top_k, top_p = (f"general.sampling.{key}" for key in ("temp", "top_k", "top_p"))
+    m = metadata.under("general.sampling.")
     return Generation(
-        ids,
-        temperature=metadata.optional_number(temperature),
-        top_k=None if metadata.get(top_k) is None else metadata.integer(top_k),
-        top_p=metadata.optional_number(top_p),
+        end_ids(metadata, vocab),
+        temperature=m.optional_number("temp"),
+        top_k=None if m.get("top_k") is None else m.integer("top_k"),
+        top_p=m.optional_number("top_p"),
+        min_p=m.optional_number("min_p"),
+        repetition_penalty=m.optional_number("penalty_repeat"),
     )
 
 

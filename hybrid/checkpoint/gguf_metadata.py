@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import family_of
+from hybrid.checkpoint.files import exists
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
+from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
 from hybrid.core.dtypes import FILE_TYPES
 from hybrid.text.merges import with_scores
-from hybrid.text.tokenizer import NORMAL, SPACE, TURN_ENDS, UNUSED, USER_DEFINED, Tokenizer
+from hybrid.text.tokenizer import NORMAL, SPACE, TURN_ENDS, UNUSED, USER_DEFINED, Vocabulary
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -28,15 +31,24 @@ def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
     for key, value in family.gguf_fields(source.hparams).items():
         _add(writer, f"{family.name}.{key}", value)
     sampling = source.generation
-    for key, number in (("temp", sampling.temperature), ("top_p", sampling.top_p)):
+    numbers = {
+        "temp": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "penalty_repeat": sampling.repetition_penalty,
+    }
+    for key, number in numbers.items():
         if number is not None:
             writer.add_float32(f"general.sampling.{key}", number)
     if sampling.top_k is not None:
         writer.add_int32("general.sampling.top_k", sampling.top_k)
     merged = family.merged_tokenizer and source.tokenizer.vocabulary.merges is not None
-    _write_tokenizer(writer, source.tokenizer, source.hparams.vocab, source.generation.eos_ids, merged)
+    _write_tokenizer(writer, source, merged)
     if source.chat_template:
         writer.add_chat_template(source.chat_template)
+    if source.tool_template:
+        writer.add_array("tokenizer.chat_templates", ["tool_use"])
+        writer.add_string("tokenizer.chat_template.tool_use", source.tool_template)
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -52,12 +64,23 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _write_tokenizer(
-    writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...], merged: bool
-) -> None:
+def _scored(source: Checkpoint) -> Vocabulary:
+    """The vocabulary with scores: those of a tokenizer.model with the same pieces, else made from the merges."""
+    v = source.tokenizer.vocabulary
+    file = source.path / "tokenizer.model"
+    if v.merges is not None and source.path.is_dir() and exists(file):
+        own = read_sentencepiece(file)
+        n = min(len(own.pieces), len(v.pieces))
+        if own.pieces[:n] == v.pieces[:n]:
+            return replace(v, scores=own.scores[:n] + (0.0,) * (len(v.pieces) - n), merges=None)
+    return with_scores(v)
+
+
+def _write_tokenizer(writer: GGUFWriter, source: Checkpoint, merged: bool) -> None:
     """Write the vocabulary, padded to the embedding's rows as other engines require. merged: with merges, as in Gemma
     4's files; else with scores."""
-    v = tokenizer.vocabulary if merged else with_scores(tokenizer.vocabulary)
+    tokenizer, rows, eos_ids = source.tokenizer, source.hparams.vocab, source.generation.eos_ids
+    v = tokenizer.vocabulary if merged else _scored(source)
     pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
     for index, piece in enumerate(pieces):
         if types[index] == USER_DEFINED:
@@ -90,5 +113,5 @@ def _write_tokenizer(
     if len(ends) > 1:  # other engines recognise the rest by text
         writer.add_array("tokenizer.ggml.eos_token_ids", ends)
     writer.add_add_bos_token(v.bos_id is not None and v.add_bos)
-    writer.add_add_eos_token(False)
+    writer.add_add_eos_token(v.after_id is not None and v.after_id == v.eos_id)
     writer.add_add_space_prefix(v.add_space_prefix)

@@ -36,6 +36,8 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
     """Tokenizer of a file's metadata, for an embedding of `rows`. CheckpointError names the invalid key."""
     m = metadata.under("tokenizer.ggml.")
     kind = m.text("model")
+    if kind == "llama" and m.get("pre") == "gemma4" and m.get("merges") is not None:
+        kind = "gemma4"  # Ollama's name for it
     if kind not in ("llama", *_MERGED):
         known = "llama (SentencePiece), gpt2 with merges over its pieces, gemma4 (the same)"
         raise m.error("model", f"{kind!r} is not supported; known: {known}")
@@ -46,8 +48,8 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
         scores, merges = [0.0] * len(pieces), _merges(m)
     else:
         scores, merges = _list(m, "scores", (int, float), len(pieces)), None
-    named = (_index(m, key) for key in ("eot_token_id", "eom_token_id"))
-    ends = [*(i for i in named if i is not None), *_list(m, "eos_token_ids", int, required=False)]
+    ends = end_ids(metadata, rows)
+    eos = _index(m, "eos_token_id")
     try:
         vocabulary = Vocabulary(
             # User-defined pieces have real spaces here and match them; SentencePiece has U+2581 instead.
@@ -55,13 +57,14 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
             tuple(scores),
             tuple(types),
             _index(m, "bos_token_id"),
-            _index(m, "eos_token_id"),
+            eos,
             _index(m, "unknown_token_id"),
             _index(m, "padding_token_id"),
             add_space_prefix=bool(m.get("add_space_prefix", False)),
             merges=merges,
             add_bos=kind == "gemma4"
             or bool(m.get("add_bos_token", True)),  # false in early files of Gemma 4 is an error
+            after_id=eos if m.get("add_eos_token") else None,
         )
         n_tokens = min(len(pieces), rows)
         padding = (UNUSED, USER_DEFINED)
@@ -70,6 +73,31 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
         return Tokenizer(vocabulary.first(n_tokens), ends, rows, MARKERS)
     except (TokenizerError, ValueError) as error:
         raise CheckpointError(f"{metadata.path}: tokenizer.ggml: {error}") from None
+
+
+def end_ids(metadata: Fields, rows: int) -> tuple[int, ...]:
+    """Every token that ends a text: those that llama.cpp takes, and the list of Ollama's converter."""
+    m = metadata.under("tokenizer.ggml.")
+    keys = [f"{kind}_token_id" for kind in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]
+    named = [m.below(key, rows) for key in keys if m.get(key) is not None]
+    listed = _list(m, "eos_token_ids", int, required=False)
+    wrong = next((i for i in listed if not 0 <= i < rows), None)
+    if wrong is not None:
+        raise m.error("eos_token_ids", f"{wrong} is outside the {rows} rows of the embedding")
+    return tuple(dict.fromkeys((*named, *listed)))
+
+
+def first_repeated(metadata: Fields) -> tuple[str, int, int] | None:
+    """A piece and its first two ids, if the vocabulary has one twice."""
+    m = metadata.under("tokenizer.ggml.")
+    pieces, types = m.get("tokens", []), m.get("token_type", [])
+    if not isinstance(pieces, list) or not isinstance(types, list) or not all(isinstance(p, str) for p in pieces):
+        return None  # refused where the tokenizer is made
+    if len(set(pieces)) == len(pieces):
+        return None
+    seen: dict[tuple[str, bool], int] = {}
+    keys = ((p, t == USER_DEFINED and " " in p) for p, t in zip(pieces, types, strict=False))
+    return next(((key[0], seen[key], i) for i, key in enumerate(keys) if seen.setdefault(key, i) != i), None)
 
 
 def _list(m: Fields, key: str, kind: Any, length: int | None = None, required: bool = True) -> list[Any]:

@@ -18,6 +18,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates by name."""
 _TORCH_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
@@ -31,11 +33,17 @@ def config(family: Family, source: Checkpoint, dtype: str) -> dict[str, Any]:
 def generation_config(source: Checkpoint) -> dict[str, Any]:
     """generation_config.json: end-of-text tokens and recommended sampling parameters."""
     v, g = source.tokenizer.vocabulary, source.generation
-    numbers = {"temperature": g.temperature, "top_p": g.top_p}
+    greedy = g.temperature == 0
+    numbers = {
+        "temperature": None if greedy else g.temperature,
+        "top_p": g.top_p,
+        "min_p": g.min_p,
+        "repetition_penalty": g.repetition_penalty,
+    }
     sampling = {"top_k": g.top_k, **{k: None if n is None else shortest(n) for k, n in numbers.items()}}
     out: dict[str, Any] = {"bos_token_id": v.bos_id, "eos_token_id": _eos(source), "pad_token_id": v.pad_id}
-    if any(value is not None for value in sampling.values()):
-        out["do_sample"] = True
+    if greedy or any(value is not None for value in sampling.values()):
+        out["do_sample"] = not greedy
     return {key: value for key, value in {**out, **sampling}.items() if value is not None}
 
 
@@ -59,7 +67,7 @@ def tokenizer_config(source: Checkpoint) -> dict[str, Any]:
     return {
         "tokenizer_class": "GemmaTokenizer",
         "add_bos_token": v.bos_id is not None and v.add_bos,
-        "add_eos_token": False,
+        "add_eos_token": v.after_id is not None,
         "clean_up_tokenization_spaces": False,
         **{key: v.pieces[i] for key, i in named.items() if i is not None},
         "added_tokens_decoder": added,

@@ -7,7 +7,8 @@ user-defined ones. An unsupported normaliser, pre-tokeniser, decoder or post-pro
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,55 @@ ROLES = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}
 _BYTE_LEVEL = "byte-level BPE (GPT-2's alphabet) is not supported: Gemma's vocabularies are SentencePiece ones"
 
 
-def read_tokenizer_json(path: Path, roles: Mapping[str, str] | None = None) -> Vocabulary:
-    """Vocabulary of a tokenizer.json, with merges instead of scores. roles: texts of the bos, eos, pad and unk tokens.
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that text is split at before merges. special: a control token. weak: only if the vocabulary lacks it."""
+
+    text: str
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    weak: bool = False
+
+
+def added_token(fields: Fields, where: str, value: Any) -> AddedToken:
+    """An entry of added_tokens or added_tokens_decoder. CheckpointError."""
+    text = value.get("content") if isinstance(value, Mapping) else None
+    if not isinstance(text, str) or not text:
+        raise fields.error(where, "needs an id and a content")
+    flags = {key: value.get(key, False) for key in ("special", "lstrip", "rstrip", "single_word")}
+    wrong = next((key for key, flag in flags.items() if type(flag) is not bool), None)
+    if wrong is not None:
+        raise fields.error(f"{where}.{wrong}", f"must be true or false, not {flags[wrong]!r}")
+    return AddedToken(text, **flags)
+
+
+def with_added(vocabulary: Vocabulary, added: Iterable[AddedToken]) -> Vocabulary:
+    """The vocabulary with these tokens, as transformers adds them: known ones keep their ids, new ones get the next."""
+    pieces, types = list(vocabulary.pieces), list(vocabulary.types)
+    ids = {piece: i for i, piece in reversed(list(enumerate(pieces)))}
+    reach = {entry[0]: entry for entry in vocabulary.reach}
+    for token in added:
+        # user-defined pieces match real spaces, before the normaliser
+        piece = token.text if token.special or token.text in ids else token.text.replace(" ", SPACE)
+        if token.weak and piece in ids:
+            continue
+        index = ids.setdefault(piece, len(pieces))
+        if index == len(pieces):
+            pieces.append(piece)
+            types.append(NORMAL)
+        if types[index] != UNKNOWN:
+            types[index] = CONTROL if token.special else USER_DEFINED
+        reach.pop(index, None)
+        if token.lstrip or token.rstrip or token.single_word:
+            reach[index] = (index, token.lstrip, token.rstrip, token.single_word)
+    scores = vocabulary.scores + (0.0,) * (len(pieces) - len(vocabulary.pieces))
+    return replace(vocabulary, pieces=tuple(pieces), types=tuple(types), scores=scores, reach=tuple(reach.values()))
+
+
+def read_tokenizer_json(path: Path) -> Vocabulary:
+    """Vocabulary of a tokenizer.json, with merges instead of scores and the ids of Gemma's special tokens.
     CheckpointError names the unsupported field."""
     root = Fields(_load(path), path)
     model = root.sub("model")
@@ -32,23 +80,25 @@ def read_tokenizer_json(path: Path, roles: Mapping[str, str] | None = None) -> V
     for key, check in (("normalizer", _normaliser), ("pre_tokenizer", _pre_tokeniser), ("decoder", _decoder)):
         for stage in _stages(root, key):
             check(stage)
-    pieces, types, ids = _pieces(root, model)
+    pieces, types, ids, reach = _pieces(root, model)
     unk = model.get("unk_token")
-    named = {**ROLES, **({"unk": unk} if isinstance(unk, str) else {}), **(roles or {})}
-    role = {name: ids.get(text) for name, text in named.items()}
+    role = {name: ids.get(unk if name == "unk" and isinstance(unk, str) else text) for name, text in ROLES.items()}
     if role["unk"] is not None:
         types[role["unk"]] = UNKNOWN
+    before, after = _around(root, len(pieces))
     try:
         return Vocabulary(
             tuple(pieces),
             (0.0,) * len(pieces),
             tuple(types),
-            role["bos"],
+            role["bos"] if before is None else before,
             role["eos"],
             role["unk"],
             role["pad"],
             merges=_merges(model),
-            add_bos=_adds_bos(root, role["bos"]),
+            add_bos=before is not None,
+            after_id=after,
+            reach=reach,
         )
     except TokenizerError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -79,27 +129,28 @@ def _check_model(model: Fields) -> None:
             raise model.error(key, f"{model.get(key)!r} is not supported; known: none")
 
 
-def _pieces(root: Fields, model: Fields) -> tuple[list[str], list[int], dict[str, int]]:
-    """(pieces, types, id by piece) of the vocabulary and the added tokens."""
+def _pieces(
+    root: Fields, model: Fields
+) -> tuple[list[str], list[int], dict[str, int], tuple[tuple[int, bool, bool, bool], ...]]:
+    """(pieces, types, id by piece, reach) of the vocabulary and the added tokens."""
     vocab = dict(model.sub("vocab").values)
     types: dict[int, int] = {}
+    reach: list[tuple[int, bool, bool, bool]] = []
     added = root.get("added_tokens", [])
     if not isinstance(added, list):
         raise root.error("added_tokens", "must be a list")
     for n, token in enumerate(added):
         where = f"added_tokens[{n}]"
-        if not isinstance(token, Mapping) or not isinstance(token.get("content"), str) or not token["content"]:
-            raise root.error(where, "needs an id and a content")
-        for flag in ("single_word", "lstrip", "rstrip"):
-            if token.get(flag):
-                raise root.error(f"{where}.{flag}", f"of {token['content']!r} is not supported; known: false")
+        one = added_token(root, where, token)
         index: Any = token.get("id")
         if type(index) is not int:
             raise root.error(f"{where}.id", f"must be a whole number, not {index!r}")
-        if vocab.setdefault(token["content"], index) != index:
-            other = f"{vocab[token['content']]}, which model.vocab gives {token['content']!r}"
+        if vocab.setdefault(one.text, index) != index:
+            other = f"{vocab[one.text]}, which model.vocab gives {one.text!r}"
             raise root.error(f"{where}.id", f"{index!r} differs from {other}")
-        types[index] = CONTROL if token.get("special") else USER_DEFINED
+        types[index] = CONTROL if one.special else USER_DEFINED
+        if one.lstrip or one.rstrip or one.single_word:
+            reach.append((index, one.lstrip, one.rstrip, one.single_word))
     n = len(vocab)
     pieces: list[str | None] = [None] * n
     for piece, index in vocab.items():
@@ -121,7 +172,7 @@ def _pieces(root: Fields, model: Fields) -> tuple[list[str], list[int], dict[str
         kinds[index] = kind
         if kind == USER_DEFINED:  # they match real spaces here, before the normaliser
             names[index] = names[index].replace(" ", SPACE)
-    return names, kinds, vocab
+    return names, kinds, vocab, tuple(reach)
 
 
 def _merges(model: Fields) -> tuple[str, ...]:
@@ -195,19 +246,22 @@ def _decoder(step: Fields) -> None:
         raise _refuse(step, "Replace of U+2581 by ' ', ByteFallback, Fuse")
 
 
-def _adds_bos(root: Fields, bos: int | None) -> bool:
-    """Whether the post-processor prepends the begin-of-text token; Gemma's default without a post-processor."""
-    adds = root.get("post_processor") is None
+def _around(root: Fields, n: int) -> tuple[int | None, int | None]:
+    """Ids of the tokens that the post-processor adds before and after a text."""
+    before = after = None
     for step in _stages(root, "post_processor"):
         if step.get("type") != "TemplateProcessing":
-            raise _refuse(step, "TemplateProcessing of begin-of-text and the text")
+            raise _refuse(step, "TemplateProcessing of begin-of-text, the text, end-of-text")
         single, special = step.get("single", []), step.sub("special_tokens").values
         ids: list[Any] = []
         for part in single if isinstance(single, list) else ():
             token = part.get("SpecialToken") if isinstance(part, Mapping) else None
             entry = special.get(str(token.get("id")), {}) if isinstance(token, Mapping) else {}
             ids += [None] if token is None else entry.get("ids", ["?"]) if isinstance(entry, Mapping) else ["?"]
-        if ids not in ([None], [bos, None]):
-            raise step.error("single", "is not supported; known: the text, alone or after the begin-of-text token")
-        adds = ids != [None]
-    return adds
+        at = ids.index(None) if None in ids else -1
+        right = all(i is None or (type(i) is int and 0 <= i < n) for i in ids) and ids.count(None) == 1
+        if not right or at > 1 or len(ids) - at > 2:
+            raise step.error("single", "is not supported; known: the text, at most one token before and after it")
+        before = ids[0] if at else before
+        after = ids[-1] if at < len(ids) - 1 else after
+    return before, after

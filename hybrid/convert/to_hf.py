@@ -18,7 +18,7 @@ from typing import Any
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.base import Entry
 from hybrid.checkpoint.families import Family
-from hybrid.checkpoint.hf_files import TOKENIZER_FILES, config, generation_config, tokenizer_config
+from hybrid.checkpoint.hf_files import MORE_TEMPLATES, TOKENIZER_FILES, config, generation_config, tokenizer_config
 from hybrid.checkpoint.sentencepiece_write import write_sentencepiece
 from hybrid.convert.atomic import atomic_folder
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
@@ -68,8 +68,10 @@ def shards(
             index = {names[n]: path.name for path, group in zip(paths, groups, strict=True) for n in group}
             _json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
         _write_rest(folder, source, family, dtype)
-        rest = sorted(p for p in folder.iterdir() if p not in paths)
-        sums = "".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in rest)
+        rest = sorted(p for p in folder.rglob("*") if p.is_file() and p not in paths)
+        sums = "".join(
+            f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n" for p in rest
+        )
         (folder / SUMS).write_text(sums, encoding="utf-8")
         yield [target / p.name for p in paths], made
 
@@ -146,6 +148,10 @@ def _write_rest(folder: Path, source: Checkpoint, family: Family, dtype: str) ->
     _json(folder / "config.json", config(family, source, dtype))
     _json(folder / "generation_config.json", generation_config(source))
     copied = []
+    more = folder / MORE_TEMPLATES
+    if source.tool_template:
+        more.mkdir()
+        (more / "tool_use.jinja").write_text(source.tool_template, encoding="utf-8")
     if source.path.is_dir():
         for name in TOKENIZER_FILES:
             if (source.path / name).is_file():

@@ -164,7 +164,7 @@ def _other_files(folder: Path) -> list[str]:
     for line in read_file(sums, _MAX_FILE).decode("utf-8", "replace").splitlines():
         digest, _, name = line.partition("  ")
         file = folder / name
-        if not name or Path(name).name != name or not file.is_file():
+        if not name or ".." in Path(name).parts or Path(name).is_absolute() or not file.is_file():
             wrong.append(f"{sums}: the file {name!r} that it names")
         elif hashlib.sha256(read_file(file, _MAX_FILE)).hexdigest() != digest:
             wrong.append(str(file))
