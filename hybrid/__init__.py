@@ -10,13 +10,33 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 # Read by NumPy's BLAS on import: its idle threads spin for 2**n cycles, 26 by default. On a busy host the scheduler
 # preempts spinning threads when they get work.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
+# A command's modules take a while to load: Ctrl-C ends it meanwhile without a traceback. hybrid.cli.run undoes this.
+_COMMANDS = ("bench", "convert", "doctor", "generate", "inspect", "perplexity", "prove", "schedule", "serve")
+
+
+def _is_command() -> bool:
+    called = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+    if called == "-m":  # runpy is looking for the module
+        words = sys.orig_argv[1:]
+        return "-m" in words[:-1] and words[words.index("-m") + 1] in [f"hybrid.{name}" for name in _COMMANDS]
+    return called.partition(".")[0] in [f"hybrid-{name}" for name in _COMMANDS]
+
+
+if _is_command():
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 if TYPE_CHECKING:
+    from hybrid.checkpoint.base import CheckpointError
     from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot, QueueFull
     from hybrid.engine.handle import Handle
     from hybrid.engine.request import Completion, Event
@@ -24,6 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
     "Completion",
     "ContextExceeded",
     "DeviceLost",
@@ -39,6 +60,7 @@ __all__ = [
 
 # Lazy exports: `import hybrid` imports no backend, no NumPy and no file reader.
 _LATER = {
+    "CheckpointError": "hybrid.checkpoint.base",
     "Completion": "hybrid.engine.handle",
     "ContextExceeded": "hybrid.core.errors",
     "DeviceLost": "hybrid.core.errors",

@@ -90,12 +90,13 @@ ENGINE = (
 def add_engine(p: argparse.ArgumentParser) -> None:
     """Add the load options of commands that generate: --device and `ENGINE`."""
     from hybrid.core.dtypes import WRITABLE_TYPES
-    from hybrid.quant.native import NATIVE
 
-    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
     add_devices(p)
     p.add_argument(
-        "--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading"
+        "--weights",
+        choices=WRITABLE_TYPES,
+        metavar="TYPE",
+        help=f"convert matrices to {', '.join(WRITABLE_TYPES)} while loading",
     )
     p.add_argument(
         "--precision",

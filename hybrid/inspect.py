@@ -103,7 +103,7 @@ def _check_finite(args: argparse.Namespace) -> int:
 
 
 def _find(as_json: bool) -> int:
-    from hybrid.checkpoint.find import ADVICE, find_models
+    from hybrid.checkpoint.find import ADVICE, find_models, places
     from hybrid.checkpoint.open import problem
 
     found = find_models(problem)
@@ -116,7 +116,7 @@ def _find(as_json: bool) -> int:
         )
         print(f"    {f.path}")
     if not found:
-        print(f"no model was found; {ADVICE}")
+        print(f"no model was found in {', '.join(map(str, places()))}; {ADVICE}")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -31,6 +31,7 @@ from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
 from hybrid.ready import drafter_for, ready
 from hybrid.spec.schedule import Schedule
+from hybrid.text.chat import Message, encode
 
 CLOSED = "this model is closed: load it again"
 
@@ -179,6 +180,23 @@ class Model:
         """
         request = self._engine().request(*self._asked(prompt, {**options, "max_tokens": max_tokens}))
         return self._generate(request)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 1024,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Generator[str, None, None]:
+        """Stream the answer to a conversation, [{"role": "user", "content": "..."}, ...], in the checkpoint's chat
+        format. Control tokens inside messages are ordinary text. tools: descriptions for the template. options: of
+        `generate`. ChatError (a ValueError) for messages that the template refuses."""
+        if isinstance(messages, (str, Mapping)):
+            raise ValueError("chat takes a list of messages; generate takes one text")
+        c = self.checkpoint
+        template = (c.tool_template if tools is not None else None) or c.chat_template
+        return self.generate(encode(c.tokenizer, messages, template, tools=tools), max_tokens, **options)
 
     def submit(self, prompt: str | Sequence[int], **options: Any) -> Handle:
         """Enqueue a request from any thread without blocking. Up to `slots` requests run as a batch. Read results from

@@ -63,6 +63,12 @@ def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
     return found
 
 
+def places(env: Mapping[str, str] = os.environ) -> list[Path]:
+    """The folders that are searched."""
+    home = Path(env.get("HOME") or Path.home())
+    return [*_hubs(env, home), *_stores(env, home), *_folders(env, home)]
+
+
 def _everywhere(env: Mapping[str, str]) -> Iterator[Found]:
     home = Path(env.get("HOME") or Path.home())
     yield from _hugging_face(_hubs(env, home))

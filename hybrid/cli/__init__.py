@@ -7,9 +7,11 @@ hung up, 130 interrupted, 143 terminated.
 from __future__ import annotations
 
 import argparse
+import atexit
 import io
 import math
 import os
+import select
 import signal
 import sys
 import threading
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid import __version__
+from hybrid.core import interrupts
 from hybrid.core.dtypes import CACHE_CHOICES
 from hybrid.core.errors import DeviceLost
 from hybrid.core.units import parse_bytes
@@ -55,10 +58,14 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the project's error format, and --version."""
+    """argparse with the project's error format, and --version. prog: the command as a module, unless a script such as
+    hybrid-generate was called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        called = Path(sys.argv[0]).stem if sys.argv else ""
+        if called.startswith("hybrid-"):
+            self.prog = called
         self.add_argument(
             "--version", action="version", version=f"hybrid-kernels {__version__}", help="print the version and stop"
         )
@@ -70,11 +77,18 @@ class Parser(argparse.ArgumentParser):
 
 def run(command: Callable[[], int]) -> int:
     """Run a command; returns its exit code. Prints errors as `error: ...` on stderr."""
-    _standard_streams()
+    alone = False
     try:
+        alone = interrupts.begin()
+        _standard_streams()
         return command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        if alone:  # CPython may end by the signal instead, if it came within exec or eval of a text
+            atexit._run_exitfuncs()
+            with suppress(OSError):
+                sys.stdout.flush()
+            os._exit(130)
         return 130
     except BrokenPipeError:  # the reader (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,6 +112,17 @@ def _standard_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the process's life)
         elif isinstance(stream, io.TextIOWrapper) and name != "stderr":
             stream.reconfigure(errors="replace")
+
+
+def input_waits() -> bool:
+    """Whether standard input is no terminal and has something to read now."""
+    try:
+        descriptor = sys.stdin.fileno()
+        if os.isatty(descriptor) or not select.select([descriptor], [], [], 0)[0]:
+            return False
+        return bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
+    except (OSError, ValueError, AttributeError):  # no file, or none that can be asked (Windows: only sockets)
+        return False
 
 
 @contextmanager

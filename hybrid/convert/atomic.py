@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.checkpoint import CheckpointError
+from hybrid.checkpoint.hf_files import MORE_TEMPLATES, TOKENIZER_FILES
 from hybrid.convert.unfinished import part_name
 
 
@@ -33,7 +34,7 @@ def atomic_files(targets: Sequence[Path], force: bool) -> Iterator[list[Path]]:
     check_free(targets, force)
     parts = [part_name(t) for t in targets]
     try:
-        with _named(targets[0]):
+        with _named(dict(zip(parts, targets, strict=True))):
             yield parts
         for part in parts:
             sync(part)
@@ -71,14 +72,14 @@ def _replace(pairs: Sequence[tuple[Path, Path]]) -> None:
 @contextmanager
 def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
     """A temporary folder that becomes `target`. With `force` its files replace those of an existing model folder, whose
-    other tensor files are removed."""
+    other tensor and tokenizer files are removed."""
     check_folder(target, force)
     part = part_name(target)
     try:
-        part.mkdir()
-        with _named(target):
+        with _named({part: target}):
+            part.mkdir()
             yield part
-        for file in part.iterdir():
+        for file in part.rglob("*"):
             sync(file)
         check_folder(target, force)
         if target.exists() and any(target.iterdir()):
@@ -92,13 +93,16 @@ def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _named(target: Path) -> Iterator[None]:
-    """Add the target's path to write errors such as a full disk."""
+def _named(targets: Mapping[Path, Path]) -> Iterator[None]:
+    """Name targets in errors of writing (a full disk, a folder without permission), never the temporary paths."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.strerror:
-            error.filename = str(target)
+        said = "" if error.filename is None else os.fspath(error.filename)
+        if isinstance(said, str) and error.strerror:
+            part = next((part for part in targets if said in ("", str(part)) or Path(said).is_relative_to(part)), None)
+            if part is not None:
+                error.filename = str(targets[part])
         raise
 
 
@@ -118,11 +122,13 @@ def check_folder(target: Path, force: bool) -> None:
 
 def _take_over(part: Path, target: Path) -> None:
     new = {f.name for f in part.iterdir()}
+    shutil.rmtree(target / MORE_TEMPLATES, ignore_errors=True)
     for file in sorted(part.iterdir(), key=lambda f: f.name == "config.json"):
         os.replace(file, target / file.name)
-    for old in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")):
+    tensors = (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json"))
+    for old in (*tensors, *(target / name for name in TOKENIZER_FILES)):
         if old.name not in new:
-            old.unlink()
+            old.unlink(missing_ok=True)
     part.rmdir()
 
 

@@ -29,6 +29,17 @@ _came = False  # whether SIGINT arrived within them
 _handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # the handler outside of them
 
 
+def begin() -> bool:
+    """Let Ctrl-C raise KeyboardInterrupt again: while a command's modules load it ends the process (hybrid/__init__.py).
+    Returns whether this process is such a command."""
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    alone = getattr(_handler_of(signal.SIGINT), "__module__", None) == "hybrid"
+    if alone:
+        _set_handler(signal.SIGINT, signal.default_int_handler)
+    return alone
+
+
 def hold() -> None:
     """Defer SIGINT until `release`, which another function may call."""
     global _depth

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.arguments import add_engine, add_ray, add_sampling, check_drafts, engine_options, replicas, sampling_options
-from hybrid.cli import Parser, UsageError, check_writable, positive, run, usage
+from hybrid.cli import Parser, UsageError, check_writable, input_waits, positive, run, usage
 from hybrid.core.places import DEMO
 
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     import hybrid
     from hybrid.engine.sampling import Sampling
+    from hybrid.text.chat import doubt
     from hybrid.text.stops import StopFilter
 
     path = args.model
@@ -115,6 +116,8 @@ def _main(args: argparse.Namespace) -> int:
         text = sys.stdin.read()
     elif text is None:
         text = DEFAULT_PROMPT
+        if asked is None and not converse and input_waits():
+            print("note: standard input is not read: give --prompt - to continue its text", file=sys.stderr)
     options = {**engine_options(args), "slots": 1 if asked is None else args.slots or BATCH_SLOTS}
     if devices := replicas(args):
         if asked is None:
@@ -124,6 +127,11 @@ def _main(args: argparse.Namespace) -> int:
     if model.engine.runner.budget is not None:
         print(model.engine.runner.budget.line(), file=sys.stderr)
     with model:
+        if asked is not None or converse:  # one answer's statistics say it
+            for reason in model.passed_over:
+                print(f"passed over: {reason}", file=sys.stderr)
+        for line in doubt(model.checkpoint.tokenizer, model.checkpoint.chat_template) if args.chat else ():
+            print(line, file=sys.stderr)
         if asked is not None:
             return _run_batch(model, asked, args)
         return _converse(model, args) if converse else _generate(model, text, args)

@@ -119,10 +119,15 @@ def _main(args: argparse.Namespace) -> int:
 
     def load() -> Any:
         import hybrid
+        from hybrid.text.chat import doubt
 
-        return hybrid.load(
+        model = hybrid.load(
             open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up
         )
+        c = model.checkpoint
+        for line in (*(f"passed over: {p}" for p in model.passed_over), *doubt(c.tokenizer, c.chat_template)):
+            print(line, file=sys.stderr, flush=True)
+        return model
 
     return process.serve(
         load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log

@@ -92,6 +92,12 @@ def template_of(tokenizer: Tokenizer, template: str | None) -> str:
     raise ChatError("this checkpoint has no chat template and no turn markers: use a plain prompt")
 
 
+def doubt(tokenizer: Tokenizer, template: str | None) -> list[str]:
+    """A line on a chat with a checkpoint that has no template and gets its family's; none for other checkpoints."""
+    own = any(all(tokenizer.token_id(marker) is not None for marker in markers) for markers in OWN_TEMPLATES)
+    return [] if template or not own else ["no chat template: probably a base model"]
+
+
 def render(
     messages: Sequence[Message],
     template: str = GEMMA_TEMPLATE,
