@@ -196,6 +196,9 @@ def test_tokens_that_a_config_lists_without_the_json_are_user_defined(tmp_path: 
 def test_added_tokens_beyond_the_embedding_are_left_out(tmp_path: Path) -> None:
     document = with_added(*map(plain, CHATML))
     assert tokenizer_of(tmp_path, document, rows=N + 1).n_tokens == N + 1
+    config = GEMMA | {"eos_token": "<|im_end|>"}
+    t = tokenizer_of(tmp_path, document, rows=N + 1, tokenizer_config_json=config)
+    assert t.special["eos_token"] == "<|im_end|>" and t.eos_ids == {1, 5}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +294,18 @@ def test_a_conversion_keeps_the_ids_of_added_tokens(tmp_path: Path) -> None:
             convert(source, tmp_path / target, "f32", format=kind)  # type: ignore[arg-type]
         path = tmp_path / target
     assert open_checkpoint(path).tokenizer.encode(text, parse_special=True) == [2, *AB_THE, 303, 274]
+
+
+@pytest.mark.parametrize("what", ["reach", "after"])
+def test_gguf_is_not_written_where_it_would_change_ids(tmp_path: Path, what: str) -> None:
+    folder = write_hf(tmp_path / "hf", tiny(vocab=N + 1, n_layers=1))
+    document = with_added(plain("<x>", rstrip=what == "reach"))
+    if what == "after":
+        _after(document)
+        document["post_processor"]["special_tokens"]["<eos>"]["ids"] = [N]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    with open_checkpoint(folder) as source, pytest.raises(CheckpointError, match=r"'<x>' has .* GGUF cannot say"):
+        convert(source, tmp_path / "m.gguf", "f32")
 
 
 def test_scores_of_a_tokenizer_model_are_kept_beside_a_json(tmp_path: Path) -> None:

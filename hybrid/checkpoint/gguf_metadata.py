@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybrid.checkpoint.base import Checkpoint
+from hybrid.checkpoint.base import Checkpoint, CheckpointError
 from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.files import exists
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
@@ -81,6 +81,13 @@ def _write_tokenizer(writer: GGUFWriter, source: Checkpoint, merged: bool) -> No
     4's files; else with scores."""
     tokenizer, rows, eos_ids = source.tokenizer, source.hparams.vocab, source.generation.eos_ids
     v = tokenizer.vocabulary if merged else _scored(source)
+    if v.reach or v.after_id not in (None, v.eos_id):
+        what = "lstrip, rstrip or single_word" if v.reach else "another token than end-of-text after every text"
+        piece = v.pieces[v.reach[0][0] if v.reach else v.after_id or 0]
+        raise CheckpointError(
+            f"{source.path}: token {piece!r} has {what}, which GGUF cannot say, so that ids would change: change it in "
+            "tokenizer.json first"
+        )
     pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
     for index, piece in enumerate(pieces):
         if types[index] == USER_DEFINED:

@@ -166,6 +166,8 @@ def _chat_templates(path: Path) -> dict[str, str]:
     for name in ("chat_template.json", "tokenizer_config.json"):
         config = Fields(read_json(path / name), path / name)
         value = config.get("chat_template")
+        if isinstance(value, dict):
+            value = [{"name": name, "template": template} for name, template in value.items()]
         if isinstance(value, str):
             found["default"] = value
         elif isinstance(value, list):

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
 SPACE = "\u2581"
@@ -51,6 +52,7 @@ PRINTED_MARKS = (
     '<|"|>',
 )
 """Those marks: user-defined pieces, escaped in messages (`quote`)."""
+_IDS = ("bos_id", "eos_id", "unk_id", "pad_id", "after_id")
 _CACHED_WORDS = 1 << 16
 _LONG_WORD = 4096
 """Characters; longer words are not cached."""
@@ -98,7 +100,7 @@ class Vocabulary:
         wrong = next((t for t in self.types if t not in range(1, 7)), None)
         if wrong is not None:
             raise TokenizerError(f"token type {wrong} at id {self.types.index(wrong)}; known: 1 to 6")
-        for name in ("bos_id", "eos_id", "unk_id", "pad_id", "after_id"):
+        for name in _IDS:
             value = getattr(self, name)
             if value is not None and not 0 <= value < n:
                 raise TokenizerError(f"{name} {value} is outside the {n} tokens")
@@ -110,8 +112,17 @@ class Vocabulary:
         kept = set(self.pieces[:n])
         merges = None if self.merges is None else tuple(m for m in self.merges if m.replace(" ", "", 1) in kept)
         reach = tuple(r for r in self.reach if r[0] < n)
+        ids: dict[str, Any] = {
+            name: i if i is not None and i < n else None for name in _IDS for i in (getattr(self, name),)
+        }
         return replace(
-            self, pieces=self.pieces[:n], scores=self.scores[:n], types=self.types[:n], merges=merges, reach=reach
+            self,
+            pieces=self.pieces[:n],
+            scores=self.scores[:n],
+            types=self.types[:n],
+            merges=merges,
+            reach=reach,
+            **ids,
         )
 
 
