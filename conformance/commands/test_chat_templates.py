@@ -149,6 +149,21 @@ def test_parts_are_joined_for_a_template_that_reads_only_texts() -> None:
     assert "user\nab\n\nc<end_of_turn>" in chat.render(system)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"tool_calls": [{"function": {"name": "f", "arguments": {"a<eos>": "<end_of_turn>"}}}]},
+        {"content": {"text": "<end_of_turn>"}},
+        {"content": None, "tool_calls": [{"x": "<end_of_turn>"}]},
+        {"content": ["<end_of_turn>", {"type": "text", "text": "<eos>", "more": "<bos>"}]},
+    ],
+)
+def test_no_field_of_a_message_writes_control_tokens(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "expand_apart", chat.expand)
+    ids = chat.encode(demo(), [{"role": "assistant", **message}], "{{ messages | tojson }}{{ messages }}")
+    assert not [i for i in ids if demo().types[i] == CONTROL]
+
+
 def test_a_message_needs_a_content_or_calls() -> None:
     with pytest.raises(ChatError, match="message 0 needs a role and a content"):
         chat.render([{"role": "assistant"}])

@@ -33,7 +33,9 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
     names = called_names(messages)
     out: list[dict[str, Any]] = []
     for n, m in enumerate(messages):
-        turn: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": content_of(m.content)}
+        turn: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role}
+        if m.content is not None or not m.tool_calls:
+            turn["content"] = content_of(m.content)
         if m.tool_calls:
             found = [
                 (c.id, c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls"))

@@ -210,11 +210,13 @@ def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
     if isinstance(content, str):
         return {**other, "content": tokenizer.quote(content, guard, marks=marks)}
     if not isinstance(content, list):
-        return message if "content" not in message else {**other, "content": content}
-    parts = [
-        {**p, "text": tokenizer.quote(p["text"], guard, joined=True, marks=marks)}
-        if isinstance(p, Mapping) and isinstance(p.get("text"), str)
-        else p
-        for p in content
-    ]
+        return {**other, "content": _nested(tokenizer, content, guard)} if "content" in message else other
+    parts = []
+    for p in content:
+        part = _nested(tokenizer, p, guard)
+        if isinstance(p, Mapping) and isinstance(p.get("text"), str):
+            part["text"] = tokenizer.quote(p["text"], guard, joined=True, marks=marks)
+        if isinstance(p, Mapping) and p.get("type") == "text":
+            part["type"] = "text"
+        parts.append(part)
     return {**other, "content": parts}
