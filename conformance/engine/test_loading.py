@@ -123,7 +123,7 @@ def test_a_scale_that_is_not_finite_is_named(devices: Devices, tmp_path: Path, b
     shape, kind = (40, 512), DTYPES[dtype]
     raw = raw_tensor(dtype, shape)
     size = kind.nbytes((kind.block,))
-    fields = {"q4_1": 4, "q5_1": 4, "q6_k": 210}.get(dtype, 2)  # the last float16 ends here
+    fields = {"q4_1": 4, "q5_1": 4, "q6_k": 210, "q3_k": 110, "q2_k": 84}.get(dtype, 2)  # the last float16 ends here
     block = 29 * 512 // kind.block + 1
     raw.reshape(-1, size)[block, fields - 2 : fields] = np.array([np.nan if dtype == "q8_0" else -np.inf], "<f2").view(
         np.uint8

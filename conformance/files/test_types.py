@@ -136,8 +136,8 @@ def test_a_mixed_file_is_held_as_it_is_where_that_is_possible(tmp_path: Path) ->
         assert types[name].dtype == ("f32" if len(types[name].shape) == 1 else NATIVE.get(wanted, wanted))
     assert types["token_embd.weight"].dtype == types["blk.2.attn_v.weight"].dtype == "q6_k"
     assert stored_types(checkpoint, None, "cpu")["blk.0.attn_q.weight"].dtype == "q4_k"
-    with pytest.raises(ValueError, match="unknown weight type 'q3_k'"):
-        stored_types(checkpoint, "q3_k", "vulkan")
+    with pytest.raises(ValueError, match="unknown weight type 'q3_x'"):
+        stored_types(checkpoint, "q3_x", "vulkan")
     for dtype in (*K_TYPES, "q5_0"):
         with pytest.raises(ValueError, match=f"weights cannot be made '{dtype}' for vulkan: use one of .*q5_1"):
             stored_types(checkpoint, dtype, "vulkan")

@@ -77,7 +77,7 @@ def product(x: np.ndarray, x_dtype: str, w: Tensor, w_values: np.ndarray) -> np.
         if w.dtype == "q4_0":
             minimum = 8 * scale
         if isinstance(minimum, np.ndarray):
-            sums = np.abs(x.reshape(*x.shape[:-1], -1, 32).sum(-1))
+            sums = np.abs(x.reshape(*x.shape[:-1], -1, w.type.group).sum(-1))
             terms += sums @ np.abs(minimum[..., 0]).T
     return terms
 

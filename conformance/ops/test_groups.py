@@ -27,6 +27,7 @@ from conformance.support.devices import (
 from conformance.support.groups import SPECS, cases, judged, planned, run
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
+from hybrid.core.dtypes import DTYPES
 from hybrid.core.plan import Step
 from hybrid.core.tensor import Tensor
 from hybrid.harness import poisoned
@@ -40,12 +41,12 @@ from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _layer
 from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
+from hybrid.kernels.vulkan.types import QUANTISED
 
 pytestmark = pytest.mark.width
 
 pytestmark = pytest.mark.slow
 
-TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
 OWN_BUFFERS = 53  # limited by layer.*.own
 USES = [{"workgroups": n, "threads": t} for n in (1, "1 * cores") for t in (256, 768)]
@@ -90,14 +91,13 @@ def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
         assert judged(device, {"workgroups": "1 * cores", "threads": threads}, cases(shape, w, 1, "q8_act", 3, 1)) == 1
 
 
-@pytest.mark.parametrize("w", TYPES)
+@pytest.mark.parametrize("w", QUANTISED)
 def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
     """Every type of weights, fixed sizes for every value of the tuning space (in the short profile of one type only),
     then drawn sizes (there one, of a type without fixed ones): each size is a pipeline."""
     device = devices.get("vulkan", guard=GUARD)
     uses, drawn = USES if LONG or w == "q4_0" else FEWER if w == "q8_0" else USES[:1], LONG or w == "q8_0"
-    granule = 256 if w == "q6_k" else 32
-    bindings = {"q5_1": 32, "q6_k": 36}.get(w, 28)  # of three and four partials; others have two
+    granule, bindings = DTYPES[w].block, 20 + 4 * len(DTYPES[w].parts)  # four weights
     dispatches = 1 if device.storage_buffers >= bindings else 6
     for i, use in enumerate(uses if LONG or not drawn else ()):
         sizes = {k: n if k in ("hq", "hk", "d") else -(-n // granule) * granule for k, n in SIZES.items()}

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid.core.dtypes import QUANTISED_TYPES
 from hybrid.core.tensor import Tensor
+from hybrid.harness import block_values
 from hybrid.kernels.oracle import ORACLE, call
 from hybrid.kernels.oracle.ffn import gelu_tanh
 from hybrid.kernels.oracle.linear import integer_dots
@@ -83,6 +85,14 @@ def test_integer_dots_and_their_sum_equal_int64(dtype: str, seed: int, t: int, n
         offset = 8 * scaled_sum if dtype == "q4_0" else 0.0
         y[i, j] += float(w.parts[1][j, b]) * (scale * int(dots[i, j, b]) - offset)
     assert np.allclose(ORACLE["linear"](x=x, w=w)[0], y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED_TYPES)
+def test_integer_products_are_those_of_the_values(dtype: str) -> None:
+    """Scales, zero points and minima of 16 or 32 elements, by exact sums: the same number in any order."""
+    x, w = block_values.exact(3, "x", (3, 512), "q8_act"), block_values.quantised(4, "w", (5, 512), dtype, 0.05)
+    want = dequantise(x, np.float64) @ dequantise(w, np.float64).T
+    assert np.allclose(ORACLE["linear"](x=x, w=w)[0], want, rtol=0, atol=1e-10)
 
 
 def test_integer_dots_at_their_largest() -> None:

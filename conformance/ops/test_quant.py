@@ -14,7 +14,9 @@ from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, WRITABLE_TYPES
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import dequantise, encode, from_ggml, quantise, round_into, take, to_ggml, widened
 
-GGML = {name: GGMLQuantizationType[name.upper()] for name in WRITABLE_TYPES}
+SEARCHED = ("q3_k", "q2_k", "iq4_nl", "iq4_xs")
+"""Types that gguf.quants decodes only."""
+GGML = {name: GGMLQuantizationType[name.upper()] for name in WRITABLE_TYPES if name not in SEARCHED}
 READ = {name: GGMLQuantizationType[name.upper()] for name in WEIGHT_TYPES}
 CASES = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -100,10 +102,42 @@ def test_a_large_array_is_encoded_in_row_blocks_without_a_seam() -> None:
         assert same_bits(dequantise(tensor)[-5:], dequantise(tensor.rows(2044, 2049)))
 
 
-@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+@pytest.mark.parametrize(
+    ("dtype", "most", "ggml"),
+    [("q3_k", 0.146, 0.0040), ("q2_k", 0.265, 0.0075), ("iq4_nl", 0.075, 0.0020), ("iq4_xs", 0.076, 0.0020)],
+)
+def test_searched_scales_err_less_than_llama_cpp_allows_its_own(dtype: str, most: float, ggml: float) -> None:
+    """Relative error of a normal distribution, and the measure and limits of llama.cpp's test-quantize-fns."""
+    x = np.random.default_rng(4).standard_normal((16, 1024)).astype(np.float32)
+    error = dequantise(quantise(x, dtype)) - x
+    assert np.sqrt(np.square(error).mean()) < most
+    x = (0.1 + 2 * np.cos(np.arange(4096, dtype=np.float32)))[None]
+    error = (dequantise(quantise(x, dtype)) - x).astype(np.float64)
+    assert np.sqrt(np.square(error).sum()) / x.size < ggml
+
+
+@pytest.mark.parametrize("dtype", SEARCHED)
+def test_searched_scales_find_the_numbers_of_a_block(dtype: str) -> None:
+    """What the type holds exactly comes back: a whole range of codes under one scale, zeros, one number, tiny numbers."""
+    kind = DTYPES[dtype]
+    codes = np.array(kind.table or range(kind.integers[0], kind.integers[1] + 1))
+    x = np.resize(codes, (2, 256)).astype(np.float32) * 0.25
+    x[1] *= -1 if not kind.minimum else 4
+    near = 0.05 if kind.minimum else 1e-3
+    assert np.abs(dequantise(quantise(x, dtype)) - x).max() <= near * np.abs(x).max()
+    assert not dequantise(quantise(np.zeros((1, 256), np.float32), dtype)).any()
+    one = np.zeros((1, 256), np.float32)
+    one[0, 77] = -3.5
+    got = dequantise(quantise(one, dtype))
+    assert abs(got[0, 77] + 3.5) < 0.05 * 3.5 and np.abs(np.delete(got, 77)).max() < 0.05 * 3.5
+    for tiny in (1e-9, 1e-30, 1e-42):
+        assert np.abs(dequantise(quantise(one * np.float32(tiny), dtype))).max() <= 4 * tiny
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", *SEARCHED])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_values_that_no_block_can_hold_are_refused(dtype: str, bad: float) -> None:
-    x = np.ones((1, 32), np.float32)
+    x = np.ones((1, 256), np.float32)
     x[0, 7] = bad
     with pytest.raises(ValueError, match="NaN, infinite, or too large"):
         quantise(x, dtype)

@@ -62,6 +62,8 @@ class DType:
     integers: tuple[int, int] = (0, 0)
     """Range of the integers that a scale multiplies, as encoders and conformance tests make them (q8_0 excludes -128).
     Stored codes begin at 0."""
+    table: tuple[int, ...] = ()
+    """The integer of each stored code, ascending; empty: the code less the offset."""
     files: InFiles | None = None
     """The GGUF encoding; None: not a weight type."""
     elsewhere: tuple[tuple[str, str], ...] = ()
@@ -81,7 +83,7 @@ class DType:
     @property
     def offset(self) -> int:
         """The zero point: subtracted from a stored code."""
-        return 0 if self.parts[0].code == "i1" else -self.integers[0]
+        return 0 if self.parts[0].code == "i1" or self.table else -self.integers[0]
 
     @property
     def minimum(self) -> bool:
@@ -92,7 +94,7 @@ class DType:
     def group(self) -> int:
         """Elements of one scale."""
         scales = self.part("scales")
-        return self.block // (8 if scales.packing == "six_bits" else scales.count if scales.code == "i1" else 1)
+        return self.block // SCALES.get(scales.packing, scales.count if scales.code == "i1" else 1)
 
     def part(self, name: str) -> Part:
         return next(p for p in self.parts if p.name == name)
@@ -118,6 +120,9 @@ _SCALE, _PAIR = Part("scales", "f2", 1), Part("scales", "f2", 2)
 _NIBBLES, _FIFTHS = Part("codes", "u1", 16, "nibbles"), Part("high", "u1", 4, "fifths", ggml="fifths")
 _CODES_K = Part("codes", "u1", 128, "nibbles_of_32")
 _SIX_BITS = Part("scales", "u1", 12, "six_bits")
+SCALES = {"six_bits": 8, "six_bits_of_8": 8, "six_bits_of_16": 16, "four_bits": 16}
+"""Scales of a block, by their packing."""
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 # bf16 is stored as raw u16. q8_act: activations, int8 codes and (scale, scale * sum of codes) in float32 for each 32
 # elements. Types with kernels have blocks of 32 that load as whole words. Byte i of a word holds bits of elements 4k+i,
@@ -125,9 +130,12 @@ _SIX_BITS = Part("scales", "u1", 12, "six_bits")
 #   nibbles byte i of a block of 32 holds element i (low nibble) and i+16 (high)
 #   fifths  bit k of byte i is the fifth bit of element 4k+i
 #   sixths  of each 32, bits 2k, 2k+1 of byte i are the upper bits of element 8k+i
+#   pairs   as sixths, but the lowest bits; thirds: as fifths, the third bit
 #   scales  one float16 d, value = d*code; two (d, m), value = d*code + m; int8 for each 16, value = d*scale*code, d in
 #           `super`
-# K types except q6_k keep the parts of ggml's blocks: `scales` 8 scales and 8 minima of 6 bits, `super` (d, dmin).
+# Small scales are packed as in ggml's blocks, and `super` is what they multiply, d or (d, dmin): six_bits 8 scales and 8
+# minima, six_bits_of_8 and _of_16 so many scales less 32, four_bits 16 bytes with a scale and a minimum. q4_k and q5_k keep
+# all parts of ggml's blocks.
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
@@ -198,6 +206,49 @@ DTYPES: dict[str, DType] = {
             integers=(-32, 31),
             files=InFiles(14, 18, ("codes", "high", "scales", "super"), written=False, narrower="q8_0"),
             noise=(1370.0, 0.0),
+        ),
+        DType(
+            "q3_k",
+            256,
+            (
+                Part("codes", "u1", 64, "pairs", ggml="pairs"),
+                Part("high", "u1", 32, "thirds", ggml="bits"),
+                Part("scales", "u1", 12, "six_bits_of_16"),
+                Part("super", "f2", 1),
+            ),
+            integers=(-4, 3),
+            files=InFiles(11, 12, ("high", "codes", "scales", "super"), narrower="iq4_nl"),
+            noise=(43.3, 0.0),
+        ),
+        DType(
+            "q2_k",
+            256,
+            (
+                Part("codes", "u1", 64, "pairs", ggml="pairs"),
+                Part("scales", "u1", 16, "four_bits"),
+                Part("super", "f2", 2),
+            ),
+            integers=(0, 3),
+            files=InFiles(10, 10, ("scales", "codes", "super"), narrower="iq4_nl"),
+            noise=(13.9, 1.5),
+        ),
+        DType(
+            "iq4_nl",
+            32,
+            (_NIBBLES, _SCALE),
+            integers=(-127, 113),
+            table=_IQ4,
+            files=InFiles(20, 25, ("scales", "codes")),
+            noise=(67.4, 0.0),
+        ),
+        DType(
+            "iq4_xs",
+            256,
+            (Part("codes", "u1", 128, "nibbles"), Part("scales", "u1", 6, "six_bits_of_8"), Part("super", "f2", 1)),
+            integers=(-127, 113),
+            table=_IQ4,
+            files=InFiles(23, 30, ("super", "scales", "codes"), narrower="iq4_nl"),
+            noise=(1246.0, 0.0),
         ),
         DType("q8_act", 32, (Part("codes", "i1", 32), Part("scales", "f4", 2)), integers=(-127, 127)),
     )

@@ -13,6 +13,7 @@ from hybrid.core.dtypes import DTYPES
 
 _LOW, _PAIR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
 _SIXTEEN = np.dtype("V16")  # copied, never computed with
+_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)  # of the pairs of a byte; every second: of its nibbles
 _BYTES = np.arange(256, dtype=np.uint32)
 _SPREAD = np.bitwise_or.reduce([((_BYTES >> c) & 1) << (8 * (c % 4) + c // 4) for c in range(8)]).astype(np.uint32)
 _GATHER = np.bitwise_or.reduce([((_BYTES >> k) & 1) << (4 * k) for k in range(8)]).astype(np.uint32)
@@ -77,7 +78,8 @@ def _fifth_to_ggml(high: np.ndarray) -> np.ndarray:
 
 
 def fifths_from_32(high: np.ndarray) -> np.ndarray:
-    """u8 [n, 32], bit j of byte e element e's of sub-block j -> u8 [n, 8, 4], packed as `fifths`."""
+    """u8 [n, 32], bit j of byte e element e's of sub-block j -> u8 [n, 8, 4], packed as `fifths`. Exchanges two axes of
+    bits, and is its own inverse."""
     words = np.ascontiguousarray(high).view(np.uint32).reshape(-1, 8).T.copy()
     out = np.zeros_like(words)
     for j in range(8):
@@ -86,12 +88,17 @@ def fifths_from_32(high: np.ndarray) -> np.ndarray:
     return out.T.copy().view(np.uint8).reshape(-1, 8, 4)
 
 
+def _bits_words(high: np.ndarray) -> np.ndarray:
+    return fifths_from_32(high).reshape(len(high), 32)
+
+
 Relay = Callable[[np.ndarray], np.ndarray]
 # Parts with another layout than ggml's: (conversion from ggml's bytes, conversion back).
 RELAY: dict[str, tuple[Relay, Relay]] = {
     "fifths": (_fifth_from_ggml, _fifth_to_ggml),
     "halves": (_codes_of_q6_k, _codes_to_q6_k),
     "pairs": (_pairs_words, _pairs_words),
+    "bits": (_bits_words, _bits_words),
 }
 
 
@@ -104,10 +111,37 @@ def scales_and_minima(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, minimum
 
 
-def _fifths(codes: np.ndarray, high: np.ndarray) -> None:
+def signed_scales(packing: str, scales: np.ndarray) -> np.ndarray:
+    """u8 [n, ..] packed as six_bits_of_8 or six_bits_of_16 -> int8 [n, 8 or 16], less 32 as values multiply them."""
+    if packing == "six_bits_of_8":
+        low, high = scales[:, 2:, None] >> _SHIFTS[::2], scales[:, :2, None] >> _SHIFTS
+        low, high = low.reshape(-1, 8), high.reshape(-1, 8)
+    else:
+        low = (scales[:, None, :8] >> _SHIFTS[::2, None]).reshape(-1, 16)
+        high = (scales[:, None, 8:] >> _SHIFTS[:, None]).reshape(-1, 16)
+    return ((low & np.uint8(15)) | (high & np.uint8(3)) << np.uint8(4)).view(np.int8) - np.int8(32)
+
+
+def packed_scales(packing: str, scales: np.ndarray) -> np.ndarray:
+    """The inverse of `signed_scales`."""
+    codes = (scales + 32).astype(np.uint8)
+    low, high = codes & np.uint8(15), codes >> np.uint8(4)
+    if packing == "six_bits_of_8":
+        high = np.bitwise_or.reduce(high.reshape(-1, 2, 4) << _SHIFTS, axis=2)
+        return np.concatenate([high, low[:, ::2] | low[:, 1::2] << np.uint8(4)], axis=1)
+    high = np.bitwise_or.reduce(high.reshape(-1, 4, 4) << _SHIFTS[:, None], axis=1)
+    return np.concatenate([low[:, :8] | low[:, 8:] << np.uint8(4), high], axis=1)
+
+
+def _fifths(codes: np.ndarray, high: np.ndarray, place: int = 4) -> None:
     by = codes.reshape(-1, 8, 4)
+    high = high.reshape(-1, 4)
     for k in range(8):
-        by[:, k] |= ((high >> np.uint8(k)) & np.uint8(1)) << np.uint8(4)
+        by[:, k] |= ((high >> np.uint8(k)) & np.uint8(1)) << np.uint8(place)
+
+
+def _thirds(codes: np.ndarray, high: np.ndarray) -> None:
+    _fifths(codes, high, 2)
 
 
 def _fifths_of_32(codes: np.ndarray, high: np.ndarray) -> None:
@@ -128,6 +162,7 @@ _ABOVE: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "fifths": _fifths,
     "fifths_of_32": _fifths_of_32,
     "sixths": _sixths,
+    "thirds": _thirds,
 }
 
 
@@ -137,14 +172,20 @@ def integers(dtype: str, parts: list[np.ndarray]) -> np.ndarray:
     kind, codes = DTYPES[dtype], parts[0]
     if not kind.parts[0].packing:
         return codes.view(np.int8)
-    span = _SPANS[kind.parts[0].packing]
-    out = np.empty((len(codes), codes.shape[1] // span, 2, span), np.uint8)
-    pairs = codes.reshape(len(codes), -1, span)
-    np.bitwise_and(pairs, np.uint8(15), out=out[:, :, 0])
-    np.right_shift(pairs, np.uint8(4), out=out[:, :, 1])
-    q = out.reshape(len(codes), -1)
+    if kind.parts[0].packing == "pairs":
+        words = codes.reshape(len(codes), -1, 1, 8) >> _SHIFTS[:, None]
+        q = np.bitwise_and(words, np.uint8(3), out=words).reshape(len(codes), -1)
+    else:
+        span = _SPANS[kind.parts[0].packing]
+        out = np.empty((len(codes), codes.shape[1] // span, 2, span), np.uint8)
+        pairs = codes.reshape(len(codes), -1, span)
+        np.bitwise_and(pairs, np.uint8(15), out=out[:, :, 0])
+        np.right_shift(pairs, np.uint8(4), out=out[:, :, 1])
+        q = out.reshape(len(codes), -1)
     if kind.parts[1].packing in _ABOVE:
         _ABOVE[kind.parts[1].packing](q, parts[1])
+    if kind.table:
+        return np.take(np.array(kind.table, np.int8), q)
     return q.view(np.int8) - np.int8(kind.offset) if kind.offset else q.view(np.int8)
 
 
@@ -157,9 +198,14 @@ def factors(
     if kind.parts[-1].name == "super":
         if kind.minimum:
             both: np.ndarray = last.astype(real)
-            scale, minimum = scales_and_minima(parts[-2])
+            if kind.part("scales").packing == "four_bits":
+                scale, minimum = parts[-2] & np.uint8(15), parts[-2] >> np.uint8(4)
+            else:
+                scale, minimum = scales_and_minima(parts[-2])
             return both[:, :1] * scale.astype(real), -(both[:, 1:] * minimum.astype(real))
-        return last.astype(real) * parts[-2].astype(real), None
+        packing = kind.part("scales").packing
+        scale = signed_scales(packing, parts[-2]) if packing else parts[-2]
+        return last.astype(real) * scale.astype(real), None
     if kind.minimum:
         both = last.astype(real)
         return both[:, :1], both[:, 1:]

@@ -10,10 +10,12 @@ from functools import partial
 
 import numpy as np
 
-from hybrid.core.dtypes import DTYPES, FILE_TYPES, WRITABLE_TYPES, DType
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, DType
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
 from hybrid.quant.blocks import RELAY, factors, integers
+from hybrid.quant.search import encode as searched
+from hybrid.quant.search import f16_scale, reciprocal
 
 Real = type[np.float32] | type[np.float64]
 Value = Tensor | Rows | Packed | np.ndarray
@@ -193,7 +195,7 @@ def quantise(array: np.ndarray, dtype: str) -> Tensor:
     parts = [p.reshape(len(source), -1) for p in out.parts]
     for a, b in row_blocks(*source.shape):
         chunk = np.asarray(source[a:b], np.float32, order="C")
-        blocks = chunk if dtype == "bf16" else chunk.reshape(-1, BLOCK)
+        blocks = chunk if dtype == "bf16" else chunk.reshape(-1, out.type.block)
         for part, value in zip(parts, _ENCODERS[dtype](blocks), strict=True):
             part[a:b] = value.reshape(b - a, -1)
     return out
@@ -276,25 +278,10 @@ def _bf16(x: np.ndarray) -> tuple[np.ndarray]:
     return (np.where(np.isnan(x), quiet, rounded).astype(np.uint16),)
 
 
-def _reciprocal(d: np.ndarray) -> np.ndarray:
-    """1/d, or 0 if d is 0 or 1/d overflows float32 (d below 2**-128, which is 0 in float16)."""
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.float32(1) / d
-    return np.where(np.isfinite(inverse), inverse, np.float32(0))
-
-
-def _f16_scale(d: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        scale = d.astype(np.float16)
-    if not np.isfinite(scale).all():
-        raise ValueError(f"cannot quantise to {dtype}: a value is NaN, infinite, or too large for a float16 scale")
-    return scale
-
-
 def _q8_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
-    scale = _f16_scale(d, "q8_0")
-    x = x * _reciprocal(d)  # the unrounded d
+    scale = f16_scale(d, "q8_0")
+    x = x * reciprocal(d)  # the unrounded d
     a = np.abs(x)
     whole = np.floor(a)
     whole += np.floor(2 * (a - whole))  # half away from zero
@@ -312,8 +299,8 @@ def _with_offset(kind: DType, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low, high = kind.integers
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
     d = largest / np.float32(low)
-    scale = _f16_scale(d, kind.name)
-    return np.minimum(np.trunc(x * _reciprocal(d) + np.float32(0.5 - low)), high - low).astype(np.uint8), scale
+    scale = f16_scale(d, kind.name)
+    return np.minimum(np.trunc(x * reciprocal(d) + np.float32(0.5 - low)), high - low).astype(np.uint8), scale
 
 
 def _with_minimum(kind: DType, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -322,8 +309,8 @@ def _with_minimum(kind: DType, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     with np.errstate(over="ignore", invalid="ignore"):
         d = (high - low) / np.float32(top)
-    scales = _f16_scale(np.concatenate([d, low], axis=1), kind.name)
-    q = np.trunc((x - low) * _reciprocal(d) + np.float32(0.5))
+    scales = f16_scale(np.concatenate([d, low], axis=1), kind.name)
+    q = np.trunc((x - low) * reciprocal(d) + np.float32(0.5))
     return np.minimum(q, top).astype(np.uint8), scales
 
 
@@ -355,6 +342,7 @@ def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 _ENCODERS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {
     "bf16": _bf16,
     "q8_0": _q8_0,
-    **{t: partial(_nibbled, DTYPES[t]) for t in WRITABLE_TYPES if DTYPES[t].parts[0].packing == "nibbles"},
+    **{t: partial(_nibbled, DTYPES[t]) for t in ("q4_0", "q4_1", "q5_0", "q5_1")},
+    **{t: partial(searched, t) for t in ("q3_k", "q2_k", "iq4_nl", "iq4_xs")},
     "q8_act": _q8_act,
 }

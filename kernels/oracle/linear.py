@@ -97,5 +97,8 @@ def _integer_linear(x: Tensor, w: Tensor) -> np.ndarray:
         each = np.repeat(scale_x, dots.shape[-1] // scale_x.shape[-1], axis=1)
         y[:, i:j] = np.einsum("tng,tg,ng->tn", dots, each, scale, optimize=True)
         if minimum is not None:
-            y[:, i:j] += scaled_sum @ minimum.reshape(j - i, -1).T
+            sums = scaled_sum
+            if w.type.group < BLOCK:  # the activation's sums are of whole blocks
+                sums = each * x.parts[0].reshape(t, -1, w.type.group).sum(axis=-1)
+            y[:, i:j] += sums @ minimum.reshape(j - i, -1).T
     return y
