@@ -74,6 +74,7 @@ ENGINE = (
     "schedule",
     "npu",
     "weights",
+    "requantize",
     "precision",
     "kv",
     "ctx",
@@ -87,17 +88,24 @@ ENGINE = (
 """Arguments of `add_engine` with the same name in hybrid.load."""
 
 
-def add_engine(p: argparse.ArgumentParser) -> None:
-    """Add the load options of commands that generate: --device and `ENGINE`."""
+def add_weights(p: argparse.ArgumentParser) -> None:
+    """Add --weights and --requantize."""
     from hybrid.core.dtypes import WRITABLE_TYPES
 
-    add_devices(p)
     p.add_argument(
         "--weights",
         choices=WRITABLE_TYPES,
         metavar="TYPE",
-        help=f"convert matrices to {', '.join(WRITABLE_TYPES)} while loading",
+        help=f"convert matrices to {', '.join(WRITABLE_TYPES)} while loading; those of another quantised type only with "
+        "--requantize",
     )
+    p.add_argument("--requantize", action="store_true", help="with --weights: quantise quantised matrices again")
+
+
+def add_engine(p: argparse.ArgumentParser) -> None:
+    """Add the load options of commands that generate: --device and `ENGINE`."""
+    add_devices(p)
+    add_weights(p)
     p.add_argument(
         "--precision",
         default="auto",

@@ -45,6 +45,7 @@ def load(
     kv: CacheChoice = "auto",
     precision: PrecisionName = "auto",
     *,
+    requantize: bool = False,
     deterministic: bool = False,
     slots: int | None = None,
     queue: int = QUEUE,
@@ -62,7 +63,8 @@ def load(
 
     device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open devices.
     schedule: a file (default: the shipped one of the checkpoint's family).
-    weights: convert matrices to q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 while loading.
+    weights: convert matrices to f32, f16, bf16, q8_0, q4_0, q4_1, q5_1, q3_k, q2_k, iq4_nl or iq4_xs while loading.
+    requantize: with `weights`, also matrices that are quantised in another type.
     ctx: tokens per sequence (default: the model's, at most 4096).
     precision: auto (quantised weights: int8 activations and f16 KV cache; unquantised weights: float32, or on matrix
     units the types of quantised weights in the same model), exact (float32), fast (f16 for unquantised weights).
@@ -91,6 +93,7 @@ def load(
         precision=precision,
         kv=kv,
         weights=weights,
+        requantize=requantize,
         ctx=ctx,
         slots=1 if slots is None else slots,
         shared=slots is None,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.arguments import add_devices
+from hybrid.arguments import add_devices, add_weights
 from hybrid.cli import CACHES, PRECISIONS, Parser, run
 from hybrid.cli.progress import progress_bar
 
@@ -171,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
         "MODEL itself in that precision",
     )
     add_devices(p)
-    p.add_argument("--weights", metavar="TYPE", help="convert MODEL's matrices to this type while loading")
+    add_weights(p)
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
     p.add_argument(
         "--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"MODEL's KV cache: {', '.join(CACHES)} (auto)"
@@ -233,6 +233,7 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         slots=slots,
         progress=True,
         npu=args.npu,
+        requantize=args.requantize,
     )
 
 

@@ -66,7 +66,8 @@ def _compare(path: Path, opened: Callable[..., VulkanDevice], weights: str | Non
     from hybrid.devices.opening import Opened
 
     device = opened()
-    with hybrid.load(path, Opened(device, device), ctx=CONTEXT, weights=weights, prove=False) as model:
+    options: dict[str, Any] = {"ctx": CONTEXT, "weights": weights, "requantize": True}
+    with hybrid.load(path, Opened(device, device), **options, prove=False) as model:
         tokenizer = model.checkpoint.tokenizer
         drawn = np.random.default_rng(0).integers(0, tokenizer.n_tokens, PROMPT - 1).tolist()
         ids = [tokenizer.bos_id or 0, *drawn]
@@ -74,7 +75,7 @@ def _compare(path: Path, opened: Callable[..., VulkanDevice], weights: str | Non
         text = model.submit(ids, max_tokens=TEXT, ignore_eos=True).result().ids
         used = frozenset(d.kernel.name for p in device.programs for d in p.recording.dispatches)
         faults = "; ".join(model.engine.faults)
-    with hybrid.load(path, "cpu", ctx=CONTEXT, weights=weights) as model:
+    with hybrid.load(path, "cpu", **options) as model:
         theirs = model.logits([*ids, *text])
     spread = theirs.std(-1)
     apart = np.sqrt(np.square(ours - theirs[: len(ids)]).mean(-1)) / spread[: len(ids)]

@@ -99,7 +99,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     return Target(
         schedule,
         hp,
-        stored_types(checkpoint, args.weights, args.device.partition(":")[0]),
+        stored_types(checkpoint, args.weights, args.device.partition(":")[0], requantize=True),
         cache,
         hp.vocab,
         args.precision,

@@ -14,6 +14,8 @@ import gguf
 import numpy as np
 import pytest
 
+import hybrid
+from conformance.ops.test_quant import SEARCHED
 from conformance.support.gguf_files import finish
 from conformance.support.models import SHIPPED, demo
 from conformance.support.paths import MODELS
@@ -23,9 +25,10 @@ from hybrid.convert import SAME, Wanted, convert
 from hybrid.convert.__main__ import main
 from hybrid.convert.atomic import atomic_files
 from hybrid.convert.verify import digests, verify
-from hybrid.core.dtypes import WRITABLE_TYPES
+from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES
+from hybrid.engine.loading import stored_types
 from hybrid.harness.compare import same_files
-from hybrid.quant.codec import dequantise, to_ggml
+from hybrid.quant.codec import dequantise, quantise, to_ggml
 
 
 def test_unquantised_types_lose_nothing(tmp_path: Path) -> None:
@@ -47,19 +50,23 @@ def test_unquantised_types_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", WRITABLE_TYPES)
 def test_the_reference_library_reads_the_same_numbers(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "m.gguf"
-    with open_checkpoint(write_hf(tmp_path / "hf", dtype="f32")) as source:
+    hp = tiny(hidden=256, ffn=256, n_heads=4, n_kv_heads=2, head_dim=64) if DTYPES[dtype].block > 32 else tiny()
+    with open_checkpoint(write_hf(tmp_path / "hf", hp, dtype="f32")) as source:
         report = convert(source, path, dtype)
         fields, tensors = _read(path)
         assert fields["general.architecture"] == "gemma3" and fields["gemma3.block_count"] == 3
         assert fields["tokenizer.ggml.model"] == "llama" and len(fields["tokenizer.ggml.tokens"]) == 320
         assert fields["general.file_type"] == int(
-            gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"]
+            gguf.LlamaFileType[{"f32": "ALL_F32", "q3_k": "MOSTLY_Q3_K_M"}.get(dtype, f"MOSTLY_{dtype.upper()}")]
         )
         kind = gguf.GGMLQuantizationType[dtype.upper()]
         for name in source.names:
             values = dequantise(source.tensor(name), np.float32)
-            want = values if values.ndim == 1 else gguf.quants.quantize(values, kind)
-            np.testing.assert_array_equal(tensors[name], want)
+            if values.ndim == 2 and dtype in SEARCHED:  # the library only decodes these
+                got, want = gguf.quants.dequantize(tensors[name], kind), dequantise(quantise(values, dtype))
+            else:
+                got, want = tensors[name], values if values.ndim == 1 else gguf.quants.quantize(values, kind)
+            np.testing.assert_array_equal(got, want)
     assert (
         report.paths == (str(path),)
         and report.bytes == path.stat().st_size
@@ -95,6 +102,38 @@ def test_rows_that_do_not_fit_fall_back_to_f16_and_are_reported(
     assert report["types"] == {"q8_0": 19, "f32": 19, "f16": 3}
     assert report["fallbacks"] == {f"blk.{layer}.attn_output.weight": "f16" for layer in range(3)}
     assert open_checkpoint(tmp_path / "m.gguf").dtype("blk.0.attn_output.weight") == "f16"
+
+
+def test_rows_that_do_not_fill_a_block_of_256_become_iq4_nl(tmp_path: Path) -> None:
+    """A file of several types, as those of models with rows of 640 or 704; it loads, on the types that it has."""
+    with open_checkpoint(write_hf(tmp_path / "hf", tiny(hidden=256, ffn=96))) as source:
+        report = convert(source, tmp_path / "m.gguf", "q3_k")
+    assert {n for n, t in report.fallbacks.items() if t == "iq4_nl"} >= {f"blk.{i}.ffn_down.weight" for i in range(3)}
+    with hybrid.load(tmp_path / "m.gguf", "cpu") as model:
+        assert model.checkpoint.dtype("blk.0.ffn_up.weight") == "q3_k"
+        assert np.isfinite(model.logits([2, 5, 7])).all()
+
+
+def test_quantised_matrices_are_quantised_again_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with open_checkpoint(write_hf(tmp_path / "hf")) as source:
+        convert(source, tmp_path / "a.gguf", Wanted("q8_0", {"attn": "f16"}))
+    command = [str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf"), "--type", "q4_0"]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "token_embd.weight is q8_0: as q4_0" in error and "--type-embed same" in error and "--requantize" in error
+    assert main([*command, "--type-embed", "same", "--type-ffn", "f16"]) == 0, "nothing is quantised twice"
+    with open_checkpoint(tmp_path / "b.gguf") as made:
+        kinds = {made.dtype(n) for n in made.names}
+        assert kinds == {"f32", "q8_0", "q4_0", "f16"} and made.dtype("blk.0.attn_q.weight") == "q4_0"
+    assert main([*command, "--requantize", "--force"]) == 0
+    with open_checkpoint(tmp_path / "b.gguf") as made:
+        assert made.dtype("token_embd.weight") == "q4_0"
+    with open_checkpoint(tmp_path / "a.gguf") as source:
+        with pytest.raises(ValueError, match=r"a.gguf: tensor token_embd.weight is q8_0: as q4_0 .*--requantize"):
+            stored_types(source, "q4_0")
+        assert stored_types(source, "q4_0", requantize=True)["token_embd.weight"].dtype == "q4_0"
+        assert stored_types(source, "f16")["token_embd.weight"].dtype == "f16"
+        assert stored_types(source, "q8_0")["blk.0.attn_q.weight"].dtype == "q8_0", "f16 before: quantised once"
 
 
 def test_classes_of_tensors_have_types_of_their_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -163,14 +164,32 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_file_can_replace_its_own_source(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    with open_checkpoint(write_hf(tmp_path / "hf")) as source:
+def test_no_conversion_replaces_its_source(tmp_path: Path) -> None:
+    """By its name, through links, a part of a split file, a file of a folder; other files of that folder may be made."""
+    folder, path, other = write_hf(tmp_path / "hf"), tmp_path / "m.gguf", tmp_path / "link.gguf"
+    with open_checkpoint(folder) as source:
         convert(source, path, "bf16")
-    with open_checkpoint(path) as source:
-        convert(source, path, "q8_0", force=True)
-        assert source.tensor("token_embd.weight").dtype == "bf16"  # the old file lives as long as it is open
-    assert open_checkpoint(path).dtype("token_embd.weight") == "q8_0"
+        convert(source, tmp_path / "s.gguf", "bf16", split=60_000)
+        convert(source, folder / "m.gguf", "f16")
+    other.symlink_to(path)
+    (part, *_), last = sorted(tmp_path.glob("s-*.gguf")), max(tmp_path.glob("s-*.gguf"))
+    (tmp_path / "to.gguf").symlink_to(last)
+    (tmp_path / "hf2").symlink_to(folder)
+    before = {f: f.read_bytes() for f in (path, part, last, folder / "model.safetensors")}
+    pairs: list[tuple[Path, Path, Literal["gguf", "hf"]]] = [
+        (path, path, "gguf"),
+        (path, other, "gguf"),
+        (other, path, "gguf"),
+        (part, last, "gguf"),
+        (part, tmp_path / "to.gguf", "gguf"),
+        (folder, folder / "model.safetensors", "gguf"),
+        (folder, folder, "hf"),
+        (folder, tmp_path / "hf2", "hf"),
+    ]
+    for of, target, format in pairs:
+        with open_checkpoint(of) as source, pytest.raises(CheckpointError, match="is the source, or one of its files"):
+            convert(source, target, "f16", format=format, force=True)
+    assert before == {f: f.read_bytes() for f in before}
 
 
 def test_existing_files_are_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def demo(kind: str = "q8_0", name: str = "demo-gemma3", layers: tuple[int, ...] 
     made = Path(folder.name) / f"{name}-{kind}.gguf"
     with open_checkpoint(shipped) as source:
         of = cut(source, layers) if layers else source
-        convert(of, made, Wanted(kind, TABLES) if name != SHIPPED[0] and kind == "q4_0" else kind)
+        convert(of, made, Wanted(kind, TABLES) if name != SHIPPED[0] and kind == "q4_0" else kind, requantize=True)
     return made
 
 

@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hybrid.arguments import add_devices, add_model, fallbacks, open_devices, open_model
+from hybrid.arguments import add_devices, add_model, add_weights, fallbacks, open_devices, open_model
 from hybrid.cli import CACHES, Parser, UsageError, amount, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.devices.about import driver_of, kernels_of
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         help="repetitions of each test, after a warm-up (5)",
     )
     add_devices(p)
-    p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
+    add_weights(p)
     p.add_argument(
         "--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)"
     )
@@ -274,6 +274,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         precision=args.precision,
         kv=args.kv,
         weights=args.weights,
+        requantize=args.requantize,
         ctx=ctx,
         slots=max(args.batch_size),
         chunk=args.chunk,

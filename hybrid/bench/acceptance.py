@@ -160,6 +160,7 @@ def acceptance(args: argparse.Namespace, command: str) -> int:
         open_model(args),
         args.device,
         weights=args.weights,
+        requantize=args.requantize,
         ctx=ctx,
         chunk=args.chunk,
         slots=1,

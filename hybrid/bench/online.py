@@ -44,6 +44,7 @@ def online(args: argparse.Namespace, command: str) -> int:
         chunk=args.chunk,
         progress=True,
         npu=args.npu,
+        requantize=args.requantize,
         warm=True,
         **_drafts(args),
     ) as model:

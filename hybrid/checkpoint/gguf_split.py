@@ -5,6 +5,7 @@ Every part has its index and the number of parts (split.no from 0, split.count),
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,12 @@ def part_paths(path: Path, values: dict[str, Any]) -> list[Path]:
     if missing is not None:
         raise CheckpointError(f"{missing} is missing: it is one of the {count} parts of this model; fetch it as well")
     return paths
+
+
+def beside(path: Path) -> list[Path]:
+    """The files there are of the split model that `path` belongs to by its name; [path] if by that it is not split."""
+    found = _NAME.fullmatch(path.name)
+    return sorted(path.parent.glob(f"{glob.escape(found[1])}-*-of-{found[3]}.gguf")) if found else [path]
 
 
 def check_parts(parts: list[Part]) -> None:

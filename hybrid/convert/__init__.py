@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.families import family_of
+from hybrid.checkpoint.gguf_split import beside
 from hybrid.convert.kinds import CLASSES, SAME, Types, Wanted, main_type, plan_types
 from hybrid.core.units import show_bytes
 
@@ -47,9 +49,11 @@ class Report:
         )
 
 
-def planned(source: Checkpoint, wanted: Wanted) -> Types:
-    """The storage type of every tensor. CheckpointError for a read-only type."""
-    return plan_types({n: (source.dtype(n), source.shape(n)) for n in source.names}, wanted)
+def planned(source: Checkpoint, wanted: Wanted, requantize: bool = False) -> Types:
+    """The storage type of every tensor. CheckpointError for a read-only type, and for a quantised matrix to be quantised
+    again unless `requantize`."""
+    tensors = {n: (source.dtype(n), source.shape(n)) for n in source.names}
+    return plan_types(tensors, wanted, requantize=requantize)
 
 
 def convert(
@@ -61,6 +65,7 @@ def convert(
     split: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    requantize: bool = False,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Report:
     """Write `source` as a GGUF file or a Hugging Face folder, its matrices as `wanted`, its vectors as float32.
@@ -69,7 +74,8 @@ def convert(
     NAME-00001-of-0000N.gguf. jobs: concurrent blocks of rows, each with less than 100 MB of memory. progress: gets the
     bytes written since the last call. Stores every tensor's sha256 (verify). The target is written atomically, and an
     existing one is kept unless `force`. Removes temporary files of killed runs first.
-    Raises CheckpointError for an existing target and for values beyond a type's range.
+    Raises CheckpointError for an existing target, for one that is the source, for values beyond a type's range, and for a
+    quantised matrix to be quantised again unless `requantize`.
     """
     from hybrid.convert import to_gguf, to_hf  # lazy: hybrid.inspect needs only the types
     from hybrid.convert.blocks import default_jobs
@@ -77,12 +83,16 @@ def convert(
     from hybrid.convert.unfinished import remove_stale
 
     start = time.perf_counter()
-    types = planned(source, Wanted(wanted) if isinstance(wanted, str) else wanted)
+    types = planned(source, Wanted(wanted) if isinstance(wanted, str) else wanted, requantize)
     if split is not None and split < 1:
         raise CheckpointError(f"split {split} must be a positive number of bytes")
     family = family_of(source.hparams)
     shapes = {n: source.shape(n) for n in source.names}
     dtype = main_type(types.kinds, shapes)
+    if format == "gguf":
+        _check_source(source, to_gguf.targets(source, target, types.kinds, split))
+    else:
+        _check_source(source, [target, *target.glob("*.safetensors")])
     folder = target.absolute().parent
     removed = remove_stale(folder) if folder.is_dir() else []
     if format == "gguf":
@@ -105,6 +115,16 @@ def convert(
     )
 
 
+def _check_source(source: Checkpoint, targets: Iterable[Path]) -> None:
+    """CheckpointError if a target is the source, a part of it or a file of its folder, also by another name."""
+    path = source.path
+    files = [path, *(path.iterdir() if path.is_dir() else beside(path.resolve()))]
+    own = [os.stat(f) for f in files if f.exists()]
+    for target in targets:
+        if target.exists() and any(os.path.samestat(os.stat(target), one) for one in own):
+            raise CheckpointError(f"{target} is the source, or one of its files: choose another name")
+
+
 def _check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(target.absolute().parent).free
     if size > free:
@@ -113,8 +133,8 @@ def _check_space(target: Path, size: int) -> None:
         )
 
 
-def total_bytes(source: Checkpoint, wanted: Wanted) -> int:
+def total_bytes(source: Checkpoint, wanted: Wanted, requantize: bool = False) -> int:
     """Total bytes of tensors that a conversion writes."""
     from hybrid.convert.shards import tensor_sizes
 
-    return sum(tensor_sizes(source, planned(source, wanted).kinds).values())
+    return sum(tensor_sizes(source, planned(source, wanted, requantize).kinds).values())

@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--jobs", type=positive, metavar="N", help="concurrent blocks of rows (one per processor, at most 8)"
     )
+    p.add_argument(
+        "--requantize", action="store_true", help="quantise matrices again that are quantised in another type"
+    )
     p.add_argument("--force", action="store_true", help="replace what exists")
     p.add_argument(
         "--verify",
@@ -88,7 +91,7 @@ def _convert(args: argparse.Namespace) -> int:
     format: Format = args.format or _format(args.dst)
     with terminable(), open_checkpoint(args.src) as source:
         notes = source.notes
-        total = total_bytes(source, wanted(args))
+        total = total_bytes(source, wanted(args), args.requantize)
         with progress_bar(total, Path(args.dst).name, args.progress, unit="B") as update:
             report = convert(
                 source,
@@ -98,6 +101,7 @@ def _convert(args: argparse.Namespace) -> int:
                 split=args.split,
                 jobs=args.jobs,
                 force=args.force,
+                requantize=args.requantize,
                 progress=update,
             )
     removed = [f"removed {path}, which a run that was killed left" for path in report.removed]

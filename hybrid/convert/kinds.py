@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hybrid.checkpoint import CheckpointError
 from hybrid.checkpoint.classes import CLASSES, class_of
 from hybrid.checkpoint.families import is_exact
-from hybrid.core.dtypes import DTYPES, FILE_TYPES, WRITABLE_TYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, WRITABLE_TYPES, requantises
 from hybrid.core.names import part_of
 from hybrid.core.numeric import np
 
@@ -43,8 +43,11 @@ class Types:
     fallbacks: Mapping[str, str]
 
 
-def plan_types(tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wanted, writing: bool = True) -> Types:
-    """Types for `tensors` (name -> stored type and shape). If `writing`, CheckpointError for a read-only type."""
+def plan_types(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wanted, writing: bool = True, requantize: bool = True
+) -> Types:
+    """Types for `tensors` (name -> stored type and shape). CheckpointError for a read-only type if `writing`, and for a
+    quantised matrix to be quantised again unless `requantize`."""
     kinds: dict[str, str] = {}
     fallbacks: dict[str, str] = {}
     for name, (stored, shape) in tensors.items():
@@ -60,6 +63,11 @@ def plan_types(tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wante
             raise CheckpointError(
                 f"{fitting} can be read but not written, and tensor {name} is stored as {stored}: choose one of "
                 f"{', '.join(WRITABLE_TYPES)}, or {SAME}"
+            )
+        if not requantize and requantises(stored, fitting):
+            raise CheckpointError(
+                f"tensor {name} is {stored}: as {fitting} it would be quantised twice, which costs accuracy; convert the "
+                f"unquantised model, keep it with --type-{class_of(name)} {SAME}, or give --requantize"
             )
         kinds[name] = fitting
     return Types(kinds, fallbacks)

@@ -269,6 +269,11 @@ LISTS: dict[str, tuple[str, ...]] = {
 """Groups of types that specs may name. lone_scales: a single float16 per block, which needs 16-bit loads."""
 
 
+def requantises(stored: str, made: str) -> bool:
+    """Whether making type `made` of a matrix quantises numbers that were quantised before."""
+    return made != stored and DTYPES[stored].quantised and DTYPES[made].quantised
+
+
 def held_as(dtype: str, backend: str) -> str:
     """The type in which a backend stores matrices of this type: the same if it has kernels for it."""
     return dict(DTYPES[dtype].elsewhere).get(backend, dtype)

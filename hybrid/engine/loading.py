@@ -20,7 +20,7 @@ from hybrid.checkpoint.families import is_exact
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.cli.progress import progress_bar
 from hybrid.core.device import Device
-from hybrid.core.dtypes import CACHE_CHOICES, DTYPES, WEIGHT_TYPES, WRITABLE_TYPES, CacheChoice
+from hybrid.core.dtypes import CACHE_CHOICES, DTYPES, WEIGHT_TYPES, WRITABLE_TYPES, CacheChoice, requantises
 from hybrid.core.hparams import HParams
 from hybrid.core.numeric import np
 from hybrid.core.plan import Plan, TensorDecl
@@ -71,6 +71,8 @@ class EngineConfig:
     """Storage type of the KV cache; auto: by `precision`."""
     weights: str | None = None
     """Storage type that matrices are converted to while loading (default: the file's)."""
+    requantize: bool = False
+    """Whether `weights` applies to matrices that are quantised in another type."""
     ctx: int | None = None
     """Positions per sequence (default: the model's context, at most DEFAULT_CTX)."""
     slots: int = 1
@@ -137,7 +139,7 @@ def target_for(
     return Target(
         schedule,
         hp,
-        stored_types(checkpoint, config.weights, device.backend),
+        stored_types(checkpoint, config.weights, device.backend, config.requantize),
         CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], config.blocks),
         min(hp.vocab, n_tokens),
         config.precision,
@@ -240,7 +242,7 @@ def fitted(
         return config, None
     capabilities = capabilities_of(device.has)
     context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
-    weights = stored_types(checkpoint, config.weights, device.backend)
+    weights = stored_types(checkpoint, config.weights, device.backend, config.requantize)
     held = footprint(
         hp,
         weights,
@@ -265,12 +267,14 @@ _ELEMENTS = 1 << 23  # made at once
 _AT_ONCE = 1 << 19  # converted at once by a thread: 2 MB in float32
 
 
-def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cpu") -> dict[str, WeightInfo]:
+def stored_types(
+    checkpoint: Checkpoint, weights: str | None, backend: str = "cpu", requantize: bool = False
+) -> dict[str, WeightInfo]:
     """Dtype and shape of every tensor on the device: type `weights` for matrices, else the file's type, or where the backend
     does not support that, the nearest one.
 
     Vectors and the smallest matrices stay float32; `weights` leaves classes AS_STORED alone. ValueError for an unknown
-    type or rows that are not whole blocks.
+    type, rows that are not whole blocks, and a matrix to be quantised again unless `requantize`.
     """
     makes = [t for t in WRITABLE_TYPES if t in computed(backend)]
     if weights is not None and weights not in WEIGHT_TYPES:
@@ -285,7 +289,14 @@ def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cp
             continue
         if weights is not None and class_of(name) not in AS_STORED:
             if shape[1] % DTYPES[weights].block:
-                raise ValueError(f"{name} {list(shape)} cannot be {weights}: its rows are not multiples of 32")
+                raise ValueError(
+                    f"{name} {list(shape)} cannot be {weights}: its rows are not multiples of {DTYPES[weights].block}"
+                )
+            if not requantize and requantises(dtype, weights):
+                raise ValueError(
+                    f"{checkpoint.path}: tensor {name} is {dtype}: as {weights} it would be quantised twice, which costs "
+                    "accuracy; load the unquantised model, leave weights out, or give --requantize (requantize=True)"
+                )
             dtype = weights
         else:
             dtype = native(dtype, backend)
