@@ -212,7 +212,7 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
     tiny = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--head", "q8_0", "--device", "cpu"]
     wanted: dict[str, tuple[int, str]] = {
         "hybrid.generate -n 2 --device cpu": (0, "generated 2"),
-        f"hybrid.convert {demo} m.gguf --type-head q4_0": (0, "m.gguf"),
+        f"hybrid.convert {demo} m.gguf --type-head q4_0 --requantize": (0, "m.gguf"),
         "hybrid.inspect m.gguf": (0, "needs, for 1 x"),
         "hybrid.inspect --find": (0, "m.gguf"),
         "hybrid.perplexity m.gguf t.txt --device cpu": (0, "nats per token"),

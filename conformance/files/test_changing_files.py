@@ -56,7 +56,7 @@ runpy.run_module(command, run_name="__main__")
 """
 GENERATE = ("hybrid.generate", "{path}", "--prompt", "def f(", "-n", "6", "--device", "cpu", "--json")
 PERPLEXITY = ("hybrid.perplexity", "{path}", str(TEXT), "--chunk", "64", "--limit", "2", "--device", "cpu", "--json")
-CONVERT = ("hybrid.convert", "{path}", "{folder}/out.gguf", "--type", "q4_0", "--jobs", "1")
+CONVERT = ("hybrid.convert", "{path}", "{folder}/out.gguf", "--type", "q4_0", "--requantize", "--jobs", "1")
 INSPECT = ("hybrid.inspect", "{path}", "--json")
 ONLY_LONG = pytest.mark.skipif(not LONG, reason="the long profile's: a process for what other commands show here")
 

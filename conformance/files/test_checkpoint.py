@@ -209,8 +209,13 @@ def test_gguf_dialects(tmp_path: Path) -> None:
     assert open_checkpoint(path).hparams.layer_is_global == (True, True, True)
     path = _gguf(tmp_path / "27b.gguf", tiny(n_layers=62, hidden=96), {})
     assert open_checkpoint(path).hparams.attention_scale == pytest.approx((96 / 4) ** -0.5)
-    path = _gguf(tmp_path / "mx.gguf", tiny(), {}, {"blk.0.ffn_up.weight": gguf.GGMLQuantizationType.MXFP4})
-    with pytest.raises(CheckpointError, match=r"mx\.gguf: tensor blk\.0\.ffn_up\.weight .* mxfp4.*--type q8_0"):
+    path = _gguf(tmp_path / "f64.gguf", tiny(), {}, {"blk.0.ffn_up.weight": gguf.GGMLQuantizationType.MXFP4})
+    data, name = bytearray(path.read_bytes()), b"blk.0.ffn_up.weight"
+    kind = data.index(name) + len(name) + 4 + 2 * 8  # after the number of axes and two of them
+    assert data[kind] == gguf.GGMLQuantizationType.MXFP4
+    data[kind] = gguf.GGMLQuantizationType.F64
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"f64\.gguf: tensor blk\.0\.ffn_up\.weight .* f64.*--type q8_0"):
         open_checkpoint(path)
 
 

@@ -85,7 +85,13 @@ def assemble(
                 coarse.append(found[0])
             entries[name] = Entry("f32", shape, _exact_loader(found[0], dialect.norm_offset if is_norm(name) else 0.0))
         elif len(found) == 1:
-            entries[name] = Entry(found[0].dtype, shape, found[0].load, found[0].read_rows, found[0].packed())
+            entries[name] = Entry(
+                found[0].dtype,
+                shape,
+                found[0].load,
+                found[0].read_rows,
+                None if found[0].foreign else found[0].packed(),
+            )
         else:
             entries[name] = _joined([(part, 0) for part in found], shape[0] // len(found), shape)
     if coarse:
@@ -161,7 +167,8 @@ def _joined(parts: Sequence[Part], height: int, shape: Shape) -> Entry:
             part.packed().read_into(begin * row + inside, out[done : done + n])
             done += n
 
-    return Entry(dtype.name, shape, lambda: rows(0, shape[0]), rows, Packed(dtype.name, shape, read_into, rows))
+    packed = None if any(t.foreign for t in found) else Packed(dtype.name, shape, read_into, rows)
+    return Entry(dtype.name, shape, lambda: rows(0, shape[0]), rows, packed)
 
 
 def _account_for_rest(rest: Mapping[str, Stored], notes: list[str]) -> None:

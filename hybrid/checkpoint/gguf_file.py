@@ -6,6 +6,7 @@ hybrid.convert writes files with the gguf package.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from hybrid.checkpoint.gguf_tokenizer import end_ids, first_repeated, gguf_token
 from hybrid.checkpoint.look import Look
 from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, FILE_TYPES
+from hybrid.quant.foreign import FOREIGN
 
 _TYPES = {files.number: name for name, files in FILE_TYPES.items()}
+_FOREIGN = {kind.number: kind for kind in FOREIGN.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def open_gguf(path: Path) -> Checkpoint:
         )
     advice = "Convert the original checkpoint: python -m hybrid.convert SRC DST --type q8_0"
     entries = assemble(path, family, hparams, stored, Dialect(lambda name: (name,), 0.0, advice), metadata.notes)
+    foreign = Counter(tensor.foreign for tensor in stored.values() if tensor.foreign)
+    metadata.notes += [FOREIGN[kind].note(n) for kind, n in foreign.items()]
     return Checkpoint(
         path=path,
         hparams=hparams,
@@ -105,7 +110,7 @@ def read_gguf(path: Path) -> Part:
 
 def _nbytes(tensor: Stored) -> int:
     """Bytes of a tensor; 1 for an unknown type, to check at least its first byte for overlaps."""
-    return 1 if tensor.file is None else DTYPES[tensor.dtype].nbytes(tensor.shape)
+    return 1 if tensor.file is None else tensor.nbytes
 
 
 def _stored(file: OpenFile, info: TensorInfo) -> Stored:
@@ -113,9 +118,10 @@ def _stored(file: OpenFile, info: TensorInfo) -> Stored:
         raise CheckpointError(
             f"{file.path} is cut short: tensor {info.name} begins at byte {info.at} of {file.size}; fetch it again"
         )
-    if info.kind not in _TYPES:
+    if info.kind not in _TYPES and info.kind not in _FOREIGN:
         return Stored(file.path, info.name, _type_name(info.kind), info.shape, None, info.at)
-    dtype = DTYPES[_TYPES[info.kind]]
+    kind = _FOREIGN.get(info.kind)
+    dtype = kind or DTYPES[_TYPES[info.kind]]
     if dtype.block > 1 and (not info.shape or info.shape[-1] % dtype.block):
         raise CheckpointError(
             f"{file.path}: tensor {info.name} of {dtype.name} has rows that are no multiple of {dtype.block}"
@@ -125,6 +131,8 @@ def _stored(file: OpenFile, info: TensorInfo) -> Stored:
         raise CheckpointError(
             f"{file.path} is cut short: tensor {info.name} ends at byte {end} of {file.size}; fetch it again"
         )
+    if kind is not None:
+        return Stored(file.path, info.name, kind.target, info.shape, file, info.at, kind.name)
     return Stored(file.path, info.name, dtype.name, info.shape, file, info.at)
 
 

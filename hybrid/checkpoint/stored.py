@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
+from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.finite import check_scales
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Packed, Tensor
 from hybrid.quant.codec import from_ggml, row_blocks
+from hybrid.quant.foreign import FOREIGN, read
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file. dtype: our name of the type; for unsupported types the file's name."""
+    """A tensor in a file. dtype: our name of the type; for unsupported types the file's name; for a foreign type the one
+    that it is read as."""
 
     path: Path
     name: str
@@ -25,19 +29,32 @@ class Stored:
     file: OpenFile | None
     """None for an unsupported type."""
     offset: int = 0
+    foreign: str = ""
+    """The file's type, if it is a foreign one (hybrid.quant.foreign)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        if not self.foreign:
+            return DTYPES[self.dtype].nbytes(self.shape)
+        kind = FOREIGN[self.foreign]
+        return prod(self.shape) // kind.block * kind.nbytes
 
     def raw(self) -> np.ndarray:
         """A copy of the tensor's bytes, uint8. CheckpointError if a scale is not finite or the file has changed."""
-        return self._bytes(0, DTYPES[self.dtype].nbytes(self.shape))
+        return self._bytes(0, self.nbytes)
 
     def load(self) -> Tensor:
         """A copy of the tensor. Raises the errors of `raw`."""
         if len(self.shape) == 2:
             return self.read_rows(0, self.shape[0])
+        if self.foreign:
+            made = replace(self, shape=(1, prod(self.shape))).read_rows(0, 1)
+            return Tensor(made.dtype, self.shape, tuple(p[0] for p in made.parts))
         return from_ggml(self.raw(), self.dtype, self.shape)
 
     def packed(self) -> Packed:
-        """The matrix as a lazily read Packed tensor."""
+        """The matrix as a lazily read Packed tensor; not of a foreign type, whose rows are made."""
         file, offset = self.file, self.offset
         assert file is not None
         return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.read_rows)
@@ -46,20 +63,28 @@ class Stored:
         """A copy of rows start..stop of a matrix. Block types are split into parts a few rows at a time, to avoid a
         second full copy. Raises the errors of `raw`."""
         width = self.shape[1]
-        row, out = DTYPES[self.dtype].nbytes((width,)), Tensor.empty(self.dtype, (stop - start, width))
+        row, out = self.nbytes // max(self.shape[0], 1), Tensor.empty(self.dtype, (stop - start, width))
         if out.type.block == 1:
             assert self.file is not None
             self.file.read_into(self.offset + start * row, out.parts[0].reshape(-1).view(np.uint8))
             return out
-        for a, b in row_blocks(stop - start, width):
-            piece = from_ggml(self._bytes((start + a) * row, (start + b) * row, start + a), self.dtype, (b - a, width))
+        for a, b in row_blocks(stop - start, width, 1 << 18 if self.foreign else 1 << 20):
+            raw = self._bytes((start + a) * row, (start + b) * row, start + a)
+            piece = self._read(raw, (b - a, width)) if self.foreign else from_ggml(raw, self.dtype, (b - a, width))
             for to, part in zip(out.parts, piece.parts, strict=True):
                 to[a:b] = part
         return out
+
+    def _read(self, raw: np.ndarray, shape: tuple[int, int]) -> Tensor:
+        try:
+            return read(FOREIGN[self.foreign], raw, shape)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: tensor {self.name} of {self.foreign}: {error}") from None
 
     def _bytes(self, begin: int, end: int, first_row: int = 0) -> np.ndarray:
         assert self.file is not None
         raw = np.empty(end - begin, np.uint8)
         self.file.read_into(self.offset + begin, raw)
-        check_scales(self.path, self.name, self.dtype, self.shape, raw, first_row)
+        if not self.foreign:
+            check_scales(self.path, self.name, self.dtype, self.shape, raw, first_row)
         return raw

@@ -53,7 +53,10 @@ def planned(source: Checkpoint, wanted: Wanted, requantize: bool = False) -> Typ
     """The storage type of every tensor. CheckpointError for a read-only type, and for a quantised matrix to be quantised
     again unless `requantize`."""
     tensors = {n: (source.dtype(n), source.shape(n)) for n in source.names}
-    return plan_types(tensors, wanted, requantize=requantize)
+    try:
+        return plan_types(tensors, wanted, requantize=requantize)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
 
 
 def convert(

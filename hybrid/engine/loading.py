@@ -335,7 +335,7 @@ def upload(
 def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, float]) -> Iterator[Source]:
     """Reads rows of a tensor as `dtype`. Re-encoding notes its rounding error in `changed`."""
     stored = checkpoint.dtype(name)
-    if stored == dtype:
+    if stored == dtype and (len(checkpoint.shape(name)) == 1 or checkpoint.packed(name) is not None):
         yield lambda: checkpoint.packed(name) or checkpoint.tensor(name)
         return
     changes, (n, width) = NATIVE.get(stored) == dtype, checkpoint.shape(name)
@@ -353,7 +353,7 @@ def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, fl
     def fill(out: Tensor, start: int, first: int, last: int) -> float:
         rows = checkpoint.rows(name, start + first, start + last)
         try:
-            made, rounding = reencode(rows) if changes else (convert(rows, dtype), 0.0)
+            made, rounding = reencode(rows) if changes else (convert(rows, dtype) if dtype != stored else rows, 0.0)
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: tensor {name}: {error}") from None
         for to, part in zip(out.parts, made.parts, strict=True):
