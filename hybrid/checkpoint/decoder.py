@@ -155,13 +155,17 @@ def refuse_attention_cap(c: Fields, family: str) -> None:
         )
 
 
+METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "gemma")
+"""Values of a quantization_config's quant_method whose tensors are read (hybrid/checkpoint/compressed.py)."""
+
+
 def note_config(c: Fields, config: Fields, vocab: int, defaulted: Sequence[str], family: str) -> None:
     """Add notes on defaults and ignored fields of config.json."""
     quantised = (
         config.sub("quantization_config") if c.get("quantization_config") is None else c.sub("quantization_config")
     )
-    if quantised.values:
-        method = quantised.get("quant_method", "no quant_method")
+    method = quantised.get("quant_method", "no quant_method")
+    if quantised.values and method not in METHODS:
         c.notes.append(
             f"{c.path.name} has a quantization_config ({method}): it is left out, tensors are taken as they are stored"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybrid.checkpoint.assemble import Dialect, assemble
 from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation, printable
+from hybrid.checkpoint.compressed import Scaled, unpacked
 from hybrid.checkpoint.families import EMBEDDING, family_of_hf
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.files import exists, read_file, read_json
@@ -35,6 +36,7 @@ def open_hf(path: Path) -> Checkpoint:
     config = Fields(read_json(path / "config.json", required=True), path / "config.json")
     family = family_of_hf(config)
     stored, size, lost = _tensors(path)
+    stored, notes = unpacked(path, config, stored)
     look = Look(path, stored, family.hf_names)
     vocab = look.rows(EMBEDDING)
     try:
@@ -43,6 +45,11 @@ def open_hf(path: Path) -> Checkpoint:
         raise
     except ValueError as error:
         raise CheckpointError(f"{config.path}: {error}") from None
+    for name, shape in family.kept(hparams).items():
+        for key in family.parts(hparams, name):
+            found = stored.get(key)
+            if isinstance(found, Scaled) and len(shape) == 2:
+                stored[key] = found.of_width(shape[1])
     dialect = Dialect(partial(family.parts, hparams), family.hf_norm_offset, "Save it in one of these.")
     try:
         entries = assemble(path, family, hparams, stored, dialect, config.notes)
@@ -69,7 +76,7 @@ def open_hf(path: Path) -> Checkpoint:
         generation=generation,
         make_tokenizer=lambda: hf_tokenizer(path, generation, vocab),
         name=path.resolve().name,
-        notes=tuple(config.notes),
+        notes=(*config.notes, *notes),
         tool_template=templates.get("tool_use"),
     )
 

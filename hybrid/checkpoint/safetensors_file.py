@@ -16,6 +16,7 @@ from hybrid.checkpoint.files import OpenFile, parse_json
 from hybrid.checkpoint.stored import Stored
 
 _TYPES = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
+_OTHERS = {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}  # parts of quantised matrices (compressed.py)
 _MAX_HEADER = 1 << 24  # stricter than the format's own limit, to bound memory
 _MAX_AXES = 8
 _MAX_ELEMENTS = 1 << 63
@@ -63,6 +64,8 @@ def _stored(file: OpenFile, problem: str, name: str, info: Any, start: int) -> S
             f"{file.path} is cut short: tensor {name} ends at byte {start + end} of {file.size}; fetch it again"
         )
     if kind not in _TYPES:
+        if kind in _OTHERS and end - begin != _OTHERS[kind] * math.prod(shape):
+            raise CheckpointError(f"{where} has {end - begin} bytes for shape {shape} of {kind}")
         return Stored(file.path, name, kind, tuple(shape), None, start + begin)
     dtype, item = _TYPES[kind]
     if end - begin != item * math.prod(shape):
