@@ -13,7 +13,6 @@ from typing import Literal
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.families import family_of
-from hybrid.checkpoint.gguf_split import beside
 from hybrid.convert.kinds import CLASSES, SAME, Types, Wanted, main_type, plan_types
 from hybrid.core.units import show_bytes
 
@@ -120,6 +119,8 @@ def convert(
 
 def _check_source(source: Checkpoint, targets: Iterable[Path]) -> None:
     """CheckpointError if a target is the source, a part of it or a file of its folder, also by another name."""
+    from hybrid.checkpoint.gguf_split import beside
+
     path = source.path
     files = [path, *(path.iterdir() if path.is_dir() else beside(path.resolve()))]
     own = [os.stat(f) for f in files if f.exists()]
