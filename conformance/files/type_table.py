@@ -19,7 +19,22 @@ from conformance.files.kquants import write_gguf
 from conformance.support.models import demo, documents, nats
 from hybrid.checkpoint import open_checkpoint
 
-TYPES = ("q8_0", "q6_k", "q5_k_m", "q5_k", "q5_1", "q5_0", "q4_k_m", "q4_k", "q4_1", "q4_0")
+TYPES = (
+    "q8_0",
+    "q6_k",
+    "q5_k_m",
+    "q5_k",
+    "q5_1",
+    "q5_0",
+    "q4_k_m",
+    "q4_k",
+    "q4_1",
+    "q4_0",
+    "iq4_nl",
+    "iq4_xs",
+    "q3_k",
+    "q2_k",
+)
 RUNS = (("cpu", "auto"), ("vulkan", "exact"), ("vulkan", "auto"))
 
 
