@@ -23,16 +23,16 @@ from hybrid.spec.placement import Placement, placed
 from hybrid.spec.schedule import load_schedule
 from hybrid.spec.step import StepSpec
 
-FAMILIES = ("demo-gemma3n", "demo-gemma4")
+FAMILIES = ("demo-gemma3n", "demo-gemma4", "demo-gemma4-moe")
 NAMES = (*FAMILIES, "demo-gemma3-draft")
-TURN = int(kernels_digest(), 16) % 2
+TURN = int(kernels_digest(), 16) % 3
 
 
 def on(names: Sequence[str], turn: int) -> list[tuple[str, str]]:
-    """Models and devices. On Vulkan the short profile takes one of the two families, which changes with the kernels:
-    one family's golden values, the other's layers and requests."""
+    """Models and devices. On Vulkan the short profile takes one of the families, which changes with the kernels: one
+    family's golden values, another's layers and requests."""
     return [
-        (n, b) for n in names for b in BACKENDS if LONG or b == "cpu" or n not in FAMILIES or n == FAMILIES[turn % 2]
+        (n, b) for n in names for b in BACKENDS if LONG or b == "cpu" or n not in FAMILIES or n == FAMILIES[turn % 3]
     ]
 
 

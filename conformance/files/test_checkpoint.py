@@ -292,6 +292,7 @@ def test_shipped_models_open_without_reading_data() -> None:
         "demo-gemma3": (12, 256),
         "demo-gemma3n": (10, 256),
         "demo-gemma4": (10, 256),
+        "demo-gemma4-moe": (6, 256),
         "demo-gemma3-draft": (4, 128),
     }
     for name, size in sizes.items():

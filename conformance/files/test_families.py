@@ -259,17 +259,16 @@ def test_inspect_says_how_layers_differ(tmp_path: Path, capsys: pytest.CaptureFi
     assert "12 local" in said and "3 global" in said and "rotated 0.25" in said and "scalar" not in said
     assert "0.5 to 1.25" in "\n".join(_layer_lines(tiny_gemma4().as_dict()["layers"]))
     assert inspect(["gemma4-e2"]) == 1 and "did you mean" in capsys.readouterr().err
-    assert inspect(["gemma4-26b"]) == 1 and "mixture of experts" in capsys.readouterr().err
+    lines = _layer_lines(find_model("gemma4-26b-a4b").hparams().as_dict()["layers"])
+    assert "n_experts          128" in "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
+MIXTURE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "experts": (
-        "4",
-        {"enable_moe_block": True},
-        "enable_moe_block is on: mixtures of experts are not read yet: take a dense size",
-    ),
-    "experts counted": ("4", {"num_experts": 128}, "num_experts is not 0: mixtures of experts"),
+    "no experts": ("4", {"enable_moe_block": True, "num_experts": 0}, "num_experts 0 must be positive in a mixture"),
+    "too many chosen": ("4", MIXTURE | {"top_k_experts": 9}, "top_k_experts 9 is more than the 8 experts"),
+    "both branches": ("4", MIXTURE, "hidden_size_per_layer_input is 32, beside 8 experts: no model has both"),
     "other layer": ("4", {"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config names a layer '5', of 5"),
     "no layer": ("4", {"per_layer_config": {"x": {}}}, "per_layer_config names a layer 'x'"),
     "more by layer": (
@@ -375,7 +374,7 @@ def test_tensors_that_cannot_be_are_one_line(name: str, tmp_path: Path) -> None:
 
 
 METADATA: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "experts": ({"expert_count": 128}, (), "gemma4.expert_count is 128: mixtures of experts are not read yet"),
+    "experts": ({"expert_count": 128}, (), "gemma4.expert_used_count is missing"),
     "value width": ({"attention.value_length": 64}, (), "value_length must equal attention.key_length 32"),
     "narrow value width": (
         {"attention.value_length_swa": 64},
@@ -440,7 +439,16 @@ def test_layers_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 4 reads the cache of layer 2, which is left out"):
         hp.only((0, 1, 3, 4))
     assert [x.kv_from for x in hp.only((1, 2, 3, 4)).layers] == [None, None, 0, 1]
-    wrong = {"rotated": 0.0, "sparsity": 1.0, "scalar": math.inf, "kv_from": True, "n_experts": -1, "ffn": 33}
+    wrong = {
+        "rotated": 0.0,
+        "sparsity": 1.0,
+        "scalar": math.inf,
+        "kv_from": True,
+        "n_experts": -1,
+        "experts_used": 1,
+        "expert_ffn": 32,
+        "ffn": 33,
+    }
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=field):
             replace(layer, **{field: value})

@@ -71,11 +71,6 @@ def test_rows_are_those_of_the_whole():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"name": "gemma4-26b-a4b"},
-            "is a mixture of experts, which cannot be read or run yet: take a dense size (gemma4-e2b,",
-        ),
-        ({"name": "gemma4-26b"}, "gemma4-26b is a mixture of experts"),
         ({"name": "gemma3-27"}, "no model is called 'gemma3-27'; did you mean 'gemma3-27b'?"),
         ({"kind": "q4"}, "--type: 'q4' is no storage type; did you mean 'q4_"),
         ({"head": "q6_k"}, "--head q6_k: rows of 640 (token_embd.weight) are no multiple of 256"),

@@ -38,7 +38,7 @@ from hybrid.harness.inputs import make
 from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.kernel import kernels_digest
-from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _layer
+from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _expert_route, _layer
 from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.kernels.vulkan.types import QUANTISED
@@ -378,8 +378,47 @@ def test_an_operation_with_another_binding_is_not_fused() -> None:
             assert device.compile(planned(made, device.name)[0], bindings=other).dispatches > 5
 
 
+def route_cases(experts: int, chosen: int, rows: int, hidden: int = 96, act: str = "q8_act") -> list[Case]:
+    choice = {"T": rows, "X": experts, "K": chosen}
+    steps = (
+        ("top_experts", choice, {"k": chosen, "scale": 0.25}, {}),
+        ("group_experts", choice, {"e": experts}, {}),
+        ("expert_rows", {"T": rows, "K": chosen, "H": hidden}, {}, {"y": act}),
+    )
+    return [
+        Case(op, bind, dict(SPECS[op].dtypes(types)), SPECS[op].attrs(bind, attrs), rows, rows, seed)
+        for seed, (op, bind, attrs, types) in enumerate(steps)
+    ]
+
+
+@pytest.mark.parametrize(("experts", "chosen", "rows"), [(128, 8, 1), (6, 2, 5), (33, 33, 3), (1, 1, 2), (64, 4, 32)])
+def test_rows_choose_and_group_their_experts_in_one_dispatch(
+    devices: Devices, experts: int, chosen: int, rows: int
+) -> None:
+    """Beside the dispatch that makes the grid of several rows. Equal logits, and some that are no numbers."""
+    device, dispatches = devices.get("vulkan", guard=GUARD), 1 if rows == 1 else 2
+    for hidden, act in ((96, "q8_act"), (1056, "f16")):
+        made = route_cases(experts, chosen, rows, hidden, act)
+        assert run(device, made) == dispatches
+        made[0] = replace(made[0], kinds={"logits": "all_equal"})
+        assert run(device, made) == dispatches
+        logits = make(SPECS["top_experts"], replace(made[0], kinds={}))["logits"]
+        logits.array[0, chosen:] = np.nan
+        assert run(device, made, {"logits": logits}) == dispatches
+
+
+def test_what_is_recorded_step_by_step_of_a_route(devices: Devices) -> None:
+    """Rows whose logits or choices do not fit, float32 rows, and choices that the next step does not read."""
+    device = devices.get("vulkan", guard=GUARD)
+    for made in (route_cases(128, 8, 17), route_cases(16, 16, 17), route_cases(6, 2, 1, act="f32")):
+        assert run(device, made) >= 3
+    made = route_cases(6, 2, 2)
+    assert run(device, made, swaps={"1.experts": "others"}) >= 3
+
+
 GROUP_MUTANTS = list(load(MUTANTS / "groups"))
 TRIED = tried(GROUP_MUTANTS)
+ROWS_OF = {"altup_next": _altup_next, "altup_gate": _altup_gate, "expert_route": _expert_route}
 
 
 @pytest.mark.parametrize("mutant", TRIED, ids=lambda s: f"{s.kind}-{s.name}")
@@ -387,12 +426,16 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     """A mutated kernel or binding of a fused group makes a step fail."""
     if mutant.kind == "shader":
         need_compiler()
-    own, rows = mutant.op == "layer_own", {"altup_next": _altup_next, "altup_gate": _altup_gate}.get(mutant.op)
+    own, rows = mutant.op == "layer_own", ROWS_OF.get(mutant.op)
     sound = that_binds(devices, OWN_BUFFERS if own else 0)
     sizes = {**SIZES, "own": 64} if own else SIZES
     made = cases(sizes, "q4_0", 1, "q8_act", 3, 1)
     if rows:
-        made = stream_cases(1056, 1, "q8_act", 1) if rows is _altup_next else gate_cases(1056, 96)
+        made = {
+            _altup_next: lambda: stream_cases(1056, 1, "q8_act", 1),
+            _altup_gate: lambda: gate_cases(1056, 96),
+            _expert_route: lambda: route_cases(64, 4, 1),
+        }[rows]()
     chosen = spy_kernels(sound, monkeypatch)
     kinds = mutant.op == "layer_kinds"
     how: dict[str, Any] = {"others": two_kinds("q4_0")[1:]} if kinds else {}

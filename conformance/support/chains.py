@@ -57,6 +57,12 @@ GATE_STEPS = (
     ),
     ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
 )
+# the choice of a row's experts, the order of rows by expert, and their norms in it
+ROUTE_STEPS = (
+    ("top_experts", {"logits": "logits", "expert_scale": "scales", "experts": "experts", "gates": "gates"}),
+    ("group_experts", {"experts": "experts", "places": "places", "spans": "spans", "pairs": "pairs"}),
+    ("expert_rows", {"x": "r", "w": "w_experts", "places": "places", "y": "ex"}),
+)
 # a product and the step that adds its partials
 LAUREL = (
     "laurel_add",
@@ -92,6 +98,7 @@ CHAINS = {
         OWN_STEPS[:-1],
         STREAM_STEPS,
         GATE_STEPS,
+        ROUTE_STEPS,
         (*STEPS, ATTENTION),
         (*OWN_STEPS, ATTENTION),
         *SUM_STEPS,

@@ -23,7 +23,7 @@ from hybrid.convert import Wanted, convert
 from hybrid.core.names import in_layer, layer_of, part_of
 
 GOLDEN = DATA / "demo-gemma3"
-SHIPPED = ("demo-gemma3", "demo-gemma3n", "demo-gemma4", "demo-gemma3-draft")
+SHIPPED = ("demo-gemma3", "demo-gemma3n", "demo-gemma4", "demo-gemma4-moe", "demo-gemma3-draft")
 WINDOW, MAX_DOC, DOCS = 128, 512, 12
 BOTH = (4, 5, 6)
 """Layers of the demonstration model: a local, a global, a local one. Vulkan's CPU driver is slow at float32 products,

@@ -1,4 +1,4 @@
-"""Gemma 4 (dense) in float64 straight from its equations, sharing no code with operations, planner or engine: an
+"""Gemma 4 in float64 straight from its equations, sharing no code with operations, planner or engine: an
 independent reference for whole models of any shape. `Plain` is shared with Gemma 3n."""
 
 from __future__ import annotations
@@ -75,6 +75,24 @@ class Plain:
         y = x @ self.w("token_embd" if self.hp.tied else "output").T
         return self.hp.softcap * np.tanh(y / self.hp.softcap) if self.hp.softcap else y
 
+    def mixture(self, x: np.ndarray, dense: np.ndarray, layer: int) -> np.ndarray:
+        """The dense feed-forward's output and the experts' of the residual stream x [n, hidden], both normed."""
+        b, own, e = f"blk.{layer}", self.hp.layers[layer], self.checkpoint.tensor
+        scale, each = (dequantise(e(f"{b}.{n}.scale"), np.float64) for n in ("ffn_gate_inp", "ffn_down_exps"))
+        z = self.rms(x) * scale / np.sqrt(self.hp.hidden)
+        z = z @ self.w(f"{b}.ffn_gate_inp").T
+        p = np.exp(z - z.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        gate_up = self.w(f"{b}.ffn_gate_up_exps").reshape(own.n_experts, 2, own.expert_ffn, -1)
+        down = self.w(f"{b}.ffn_down_exps").reshape(own.n_experts, -1, own.expert_ffn)
+        rows, found = self.norm(x, f"{b}.pre_ffw_norm_2"), np.zeros_like(x)
+        for i, row in enumerate(rows):
+            chosen = sorted(range(own.n_experts), key=lambda j: -p[i, j])[: own.experts_used]
+            for j in chosen:
+                gate, up = gate_up[j] @ row
+                found[i] += p[i, j] / p[i, chosen].sum() * each[j] * (down[j] @ (gelu(gate) * up))
+        return self.norm(dense, f"{b}.post_ffw_norm_1") + self.norm(found, f"{b}.post_ffw_norm_2")
+
 
 def gelu(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -92,6 +110,8 @@ def forward(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[np.ndarray, np.
         x = x + m.norm(m.attended(m.norm(x, f"{b}.attn_norm"), layer, caches), f"{b}.post_attention_norm")
         y = m.norm(x, f"{b}.ffn_norm")
         ffn = (gelu(y @ m.w(f"{b}.ffn_gate").T) * (y @ m.w(f"{b}.ffn_up").T)) @ m.w(f"{b}.ffn_down").T
+        if own.n_experts:
+            ffn = m.mixture(x, ffn, layer)
         x = x + m.norm(ffn, f"{b}.post_ffw_norm")
         if per_layer is not None:
             x = x + m.gated(x, per_layer[:, layer], layer)

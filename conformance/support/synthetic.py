@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,10 @@ def tiny_gemma3n(**changes: Any) -> HParams:
     return HParams(**(values | changes))
 
 
-def tiny_gemma4(*, inputs: bool = True, **changes: Any) -> HParams:
+def tiny_gemma4(*, inputs: bool = True, experts: tuple[int, int, int] = (0, 0, 0), **changes: Any) -> HParams:
     """A Gemma 4 of a few thousand weights. As the small sizes: per-layer inputs, two layers that read other layers'
-    caches, and wider feed-forwards there. As the large ones (`inputs` false): every layer has a cache."""
+    caches, and wider feed-forwards there. As the large ones (`inputs` false): every layer has a cache. experts: their
+    number, how many a token uses, their width."""
     local = {"head_dim": 16, "n_heads": 4, "n_kv_heads": 2, "window": 8, "rope_theta": 1e4}
     wide = {
         "head_dim": 32,
@@ -113,6 +115,8 @@ def tiny_gemma4(*, inputs: bool = True, **changes: Any) -> HParams:
         LayerParams(**local, ffn=128 if inputs else 64, kv_from=1 if inputs else None, scalar=1.125),
         LayerParams(**wide, ffn=128 if inputs else 64, kv_from=2 if inputs else None, scalar=0.875),
     )
+    mixture = dict(zip(("n_experts", "experts_used", "expert_ffn"), experts, strict=True))
+    layers = tuple(replace(layer, **mixture) for layer in layers)
     values: dict[str, Any] = {
         "family": "gemma4",
         "hidden": 64,
@@ -228,8 +232,10 @@ def _config_4(hp: HParams) -> dict[str, Any]:
             if not x.window
         },
         "attention_k_eq_v": wide.k_as_v,
-        "enable_moe_block": False,
-        "num_experts": None,
+        "enable_moe_block": bool(layer.n_experts),
+        "num_experts": layer.n_experts or None,
+        "top_k_experts": layer.experts_used or None,
+        "moe_intermediate_size": layer.expert_ffn or None,
         "rope_parameters": {
             "full_attention": {
                 "partial_rotary_factor": wide.rotated,
@@ -277,7 +283,7 @@ def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor
             if name in made:
                 out[part] = Tensor.of(made[name])
                 continue
-            one = shape if len(parts) == 1 else (shape[0] // len(parts), *shape[1:])
+            one = family.gguf_shape(hp, name, shape) if len(parts) == 1 else (shape[0] // len(parts), *shape[1:])
             scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
             centre = 1.0 if len(shape) == 1 and hp.family != "gemma3" else 0.0
             out[part] = quantise(rng.normal(centre, scale, one).astype(np.float32), dtype)

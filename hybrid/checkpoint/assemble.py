@@ -167,7 +167,7 @@ def _joined(parts: Sequence[Part], height: int, shape: Shape) -> Entry:
             part.packed().read_into(begin * row + inside, out[done : done + n])
             done += n
 
-    packed = None if any(t.foreign for t in found) else Packed(dtype.name, shape, read_into, rows)
+    packed = None if any(t.foreign for t, _ in parts) else Packed(dtype.name, shape, read_into, rows)
     return Entry(dtype.name, shape, lambda: rows(0, shape[0]), rows, packed)
 
 

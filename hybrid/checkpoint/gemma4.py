@@ -223,10 +223,12 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
 
 def _experts(c: Fields, keys: Sequence[str]) -> tuple[int, int, int]:
     """Number of experts, how many a token uses, their width."""
-    count, used, width = (c.integer(key) for key in keys)
-    for key, value in zip(keys, (count, used, width), strict=True):
-        if value < 1:
-            raise c.error(key, f"{value} must be positive in a mixture of experts")
+    found = []
+    for key in keys:
+        found.append(c.integer(key))
+        if found[-1] < 1:
+            raise c.error(key, f"{found[-1]} must be positive in a mixture of experts")
+    count, used, width = found
     if used > count:
         raise c.error(keys[1], f"{used} is more than the {count} experts")
     return count, used, width
