@@ -244,7 +244,8 @@ def _info(shape: Any = (4, 4), begin: Any = 0, end: Any = 64, dtype: Any = "F32"
         (_st({"t": _info()}, bytes(80)), "16 bytes after tensor t"),
         (_st({"__metadata__": 3, "t": _info()}), "__metadata__"),
         (_st({"__metadata__": {"format": 0}, "t": _info()}), "__metadata__"),
-        (_st({"t": _info(dtype="F8_E4M3")}), "embed_tokens.weight is missing"),
+        (_st({"t": _info(dtype="F8_E4M3")}), "64 bytes for shape"),
+        (_st({"t": _info(dtype="F8_E5M2")}), "embed_tokens.weight is missing"),
     ],
 )
 def test_lying_safetensors_headers(tmp_path: Path, data: bytes, words: str) -> None:
