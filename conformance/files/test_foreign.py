@@ -89,6 +89,11 @@ def write(folder: Path, kind: Foreign, damage: bool = False) -> tuple[Path, dict
                     at = SCALE_AT.get(kind.name, 0)
                     raw[7, at : at + 2] = 0xFF if kind.name == "mxfp4" else np.array([np.inf], "<f2").view(np.uint8)
                 writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType(kind.number))
+                if kind.name == "nvfp4":  # llama.cpp's converter keeps the tensor's scale apart
+                    stem = name.removesuffix(".weight")
+                    writer.add_tensor(f"{stem}.scale", np.float32([0.5 + i]))
+                    writer.add_tensor(f"{stem}.input_scale", np.float32([3]))
+                    found[name] = found[name] * np.float32(0.5 + i)
             else:
                 writer.add_tensor(name, dequantise(source.tensor(name), np.float32))
         finish(writer)

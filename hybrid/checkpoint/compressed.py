@@ -178,9 +178,9 @@ def unpacked(path: Path, config: Fields, stored: Mapping[str, Stored]) -> tuple[
             files[found.path],
             found.offset,
             name,
-            bits,
-            found.dtype == "I8",
-            found.dtype == "F8_E4M3",
+            bits=bits,
+            signed=found.dtype == "I8",
+            real=found.dtype == "F8_E4M3",
         )
         out[f"{stem}.weight"] = _scaled(made, scale, block if made.real else None)
         kinds[name, target, scale.dtype] += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def open_gguf(path: Path) -> Checkpoint:
         check_parts(parts)
     path, values = parts[0].path, parts[0].values
     stored = {name: tensor for part in parts for name, tensor in part.stored.items()}
+    _take_scales(stored)
     metadata = Fields(values, path)
     if metadata.get("general.type") == "adapter":
         raise metadata.error(
@@ -85,6 +86,21 @@ def open_gguf(path: Path) -> Checkpoint:
         notes=tuple(metadata.notes),
         tool_template=metadata.optional_text("tokenizer.chat_template.tool_use"),
     )
+
+
+def _take_scales(stored: dict[str, Stored]) -> None:
+    """Join `X.scale`, a number, with `X.weight` of nvfp4; drop `X.input_scale`, of activations in that type."""
+    for name, found in [*stored.items()]:
+        stem, weight = name.removesuffix(".weight"), name.endswith(".weight")
+        scale = stored.get(f"{stem}.scale")
+        if weight and found.foreign == "nvfp4" and scale is not None:
+            if scale.dtype != "f32" or math.prod(scale.shape) != 1:
+                raise CheckpointError(
+                    f"{scale.path}: tensor {scale.name} must be one number in f32, for {name} of nvfp4"
+                )
+            stored[name] = replace(found, factor=stored.pop(f"{stem}.scale"))
+        if weight and found.foreign == "nvfp4":
+            stored.pop(f"{stem}.input_scale", None)
 
 
 def _generation(metadata: Fields, vocab: int) -> Generation:

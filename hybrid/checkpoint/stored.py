@@ -13,7 +13,7 @@ from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.finite import check_scales
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Packed, Tensor
-from hybrid.quant.codec import from_ggml, row_blocks
+from hybrid.quant.codec import dequantise, from_ggml, row_blocks
 from hybrid.quant.foreign import FOREIGN, read
 
 
@@ -31,6 +31,9 @@ class Stored:
     offset: int = 0
     foreign: str = ""
     """The file's type, if it is a foreign one (hybrid.quant.foreign)."""
+
+    factor: Stored | None = None
+    """A number that multiplies the tensor's (nvfp4)."""
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +80,8 @@ class Stored:
 
     def _read(self, raw: np.ndarray, shape: tuple[int, int]) -> Tensor:
         try:
-            return read(FOREIGN[self.foreign], raw, shape)
+            factor = 1.0 if self.factor is None else float(dequantise(self.factor.load()).item())
+            return read(FOREIGN[self.foreign], raw, shape, factor)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: tensor {self.name} of {self.foreign}: {error}") from None
 

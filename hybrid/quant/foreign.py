@@ -74,8 +74,8 @@ FOREIGN = {
 }
 
 
-def read(kind: Foreign, raw: np.ndarray, shape: tuple[int, int]) -> Tensor:
-    """The matrix that ggml's blocks `raw` (uint8) hold, in the target type. ValueError for numbers that are not finite, or
+def read(kind: Foreign, raw: np.ndarray, shape: tuple[int, int], factor: float = 1.0) -> Tensor:
+    """The matrix that ggml's blocks `raw` (uint8) hold, in the target type; times `factor` (nvfp4). ValueError for numbers that are not finite, or
     too large for float16 scales."""
     from gguf import GGMLQuantizationType, quants
 
@@ -84,7 +84,7 @@ def read(kind: Foreign, raw: np.ndarray, shape: tuple[int, int]) -> Tensor:
     if not np.isfinite(values).all():
         raise ValueError("a scale is not finite: the file is damaged, fetch it again")
     if not kind.group:  # an int8 code of 32 elements, of which each 16 had a scale
-        return quantise(values.reshape(shape), kind.target)
+        return quantise(values.reshape(shape) * np.float32(factor), kind.target)
     target = DTYPES[kind.target]
     groups = values.reshape(-1, kind.group)
     unit, level = _fit(groups, kind.levels) if kind.levels else _powers(groups)
