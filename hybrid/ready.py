@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.core import garbage
 from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
 from hybrid.engine.loading import EngineConfig, LoadClock, with_budget
 from hybrid.engine.loop import QUEUE, Engine
@@ -56,6 +57,7 @@ def ready(
             engine.runner.warm_up()
             if warm:
                 engine.runner.warm()
+        garbage.trim()
         with clock.phase("proof"):
             right = not prove or proved(opened, checkpoint, config, schedule)
     except BaseException:

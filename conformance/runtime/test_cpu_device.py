@@ -68,7 +68,7 @@ def expected(weight: str = "q4_0", act: str = "q8_act") -> np.ndarray:
 @pytest.mark.parametrize("weight, act", [("q4_0", "q8_act"), ("q8_0", "f16"), ("bf16", "f32"), ("f32", "f32")])
 def test_a_plan_computes_and_keeps_its_guards(weight: str, act: str, budget: int | None, guard: int) -> None:
     plan = small_plan(weight=weight, act=act)
-    device = opened(plan, memory_budget=budget, guard=guard)
+    device = opened(plan, memory_budget=budget, guard=guard, products=False)
     program = device.compile(plan)
     for byte in (0x00, 0xFF):
         device.poison(byte, ["y"])

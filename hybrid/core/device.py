@@ -153,8 +153,8 @@ class Device(Protocol):
         Raises NotShareable."""
         ...
 
-    def loading(self, nbytes: int) -> AbstractContextManager[None]:
-        """Context of loading about `nbytes` of weights. It owns the staging resources, and stores inside it may be
+    def loading(self, nbytes: int, plans: Iterable[Plan] = ()) -> AbstractContextManager[None]:
+        """Context of loading about `nbytes` of weights, which `plans` will use. It owns the staging resources, and stores inside it may be
         asynchronous. An error in a tensor's data (damaged block, truncated file) may be raised by a later store, at the
         latest on exit. The tensors stored in the context are then undefined."""
         ...

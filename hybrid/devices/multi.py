@@ -87,7 +87,8 @@ class MultiDevice:
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
         self.main.adopt(decl, value, fds)
 
-    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+    def loading(self, nbytes: int, plans: Iterable[Plan] = ()) -> AbstractContextManager[None]:
+        """See Device. Of a plan of several devices each prepares its share when that is compiled."""
         return self.main.loading(nbytes)
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:

@@ -311,17 +311,18 @@ def upload(
     types: Mapping[str, WeightInfo],
     progress: bool = True,
     stored: Callable[[], object] = lambda: None,
+    plans: Iterable[Plan] = (),
 ) -> tuple[Reencoded, ...]:
     """Upload every weight, reading and converting a few rows at a time. Returns the re-encoded tensors.
 
-    Shows progress after one second. `stored` is called after each tensor.
+    Shows progress after one second. `stored` is called after each tensor. plans: will use the weights.
     """
     changed: dict[str, float] = {}
     decls = list(decls)
     total = sum(d.nbytes for d in decls)
     with contextlib.ExitStack() as held:
         advance = held.enter_context(progress_bar(total, "weights", False, "B", after=1.0)) if progress else None
-        with device.loading(sum(d.data_bytes for d in decls)):
+        with device.loading(sum(d.data_bytes for d in decls), plans):
             for decl in decls:
                 sources = decl.sources or (decl.name,)
                 makers = [m for s in sources for m in _makers(checkpoint, s, types[s].dtype, changed)]
@@ -473,7 +474,7 @@ def load_tensors(
     weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope"]
     before = device.counters.bytes_up
     with clock.phase("weights"):
-        reencoded = upload(checkpoint, device, weights, target.weights, progress, clock.sample)
+        reencoded = upload(checkpoint, device, weights, target.weights, progress, clock.sample, plans)
     clock.bytes_up = device.counters.bytes_up - before
     return reencoded
 

@@ -1,30 +1,36 @@
 """Tensors in host memory, and plans that run one function per operation.
 
-Weights are copied into memory, so that later changes of their file have no effect. Weights over the memory limit stay
-in
-their file and are read in blocks of rows at every use. Matrices are dequantised to float32 once within the memory
-budget, else in blocks of rows at every use. submit() is synchronous; tickets exist for the protocol.
+A model's matrices stay in their file, where rows are looked up. For products each is made once, as the memory budget allows: codes
+for onnxruntime (hybrid.kernels.host.nbits) where it is installed and activations are int8, else float32; else a copy in
+its own type that is dequantised in blocks of rows at every use; else it is read at every use. Other weights are copied
+into memory. submit() is synchronous; tickets exist for the protocol.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hybrid.core.device import Counters, Program, SingleDevice
+from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
 from hybrid.core.plan import ALIGN, PURPOSE, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
+from hybrid.kernels.host import nbits
 from hybrid.kernels.host.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
-from hybrid.kernels.host.program import HostProgram
+from hybrid.kernels.host.nbits import Product
+from hybrid.kernels.host.program import HostProgram, int8_activations
 from hybrid.kernels.host.threads import BlasThreads
-from hybrid.quant.codec import Value, copy_rows, dequantise, joined, runs
+from hybrid.quant.codec import Value, argument, copy_rows, dequantise, joined, row_blocks, rows, runs
 from hybrid.spec.op import load_ops
+
+_AT_ONCE = 1 << 20  # elements that a thread dequantises
 
 
 class HostDevice(SingleDevice):
@@ -34,6 +40,7 @@ class HostDevice(SingleDevice):
     memory: bytes for all tensors (default: usable_bytes() now).
     memory_budget: bytes of it for float32 copies of weights (default: half).
     guard: bytes of a pattern around every tensor; activations then get memory of their own (no shared arena).
+    products: use onnxruntime where it can be used.
     ops: operation specs by name (default: the shipped ones)."""
 
     def __init__(
@@ -44,6 +51,7 @@ class HostDevice(SingleDevice):
         memory: int | None = None,
         memory_budget: int | None = None,
         guard: int = 0,
+        products: bool = False,
         ops: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
@@ -56,6 +64,11 @@ class HostDevice(SingleDevice):
         self.blas = BlasThreads()
         self.threads = self.blas.text
         """See Device.threads."""
+        why_not = nbits.unusable() if products else ""
+        self._by_codes = why_not is None
+        if self._by_codes:
+            self.threads = f"{self.threads}; {nbits.name()} for int8 activations"
+        self.failures = (f"{why_not}; so float32",) if why_not else ()
         self._memory = usable_bytes() if memory is None else memory
         self._budget = self._memory // 2 if memory_budget is None else memory_budget
         self._decls: dict[str, TensorDecl] = {}
@@ -65,6 +78,9 @@ class HostDevice(SingleDevice):
         self._holds = 0
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
+        self._products: dict[str, Product] = {}
+        self._uses: dict[str, bool | None] = {}
+        """Weights of the plans that are being loaded: whether they multiply int8 activations; None: not a product's."""
         self._slabs = Slabs()
         self._arena = aligned(0)
         self._lent: dict[str, Tensor] = {}  # tensors of the sibling device
@@ -87,26 +103,36 @@ class HostDevice(SingleDevice):
 
     # --- tensors
 
-    def loading(self, nbytes: int) -> AbstractContextManager[None]:
-        """See Device.loading: nothing to prepare, weights stay where they are."""
-        return nullcontext()
+    @contextmanager
+    def loading(self, nbytes: int, plans: Iterable[Plan] = ()) -> Iterator[None]:
+        """See Device.loading. Matrices of `plans` stay in their file; what products need is made as they are stored."""
+        steps = [(step, plan, self.ops[step.op]) for plan in plans for step in plan.steps if step.op in self.ops]
+        self._uses = {name: None for step, _, _ in steps for name in step.args.values()}
+        for step, plan, spec in steps:
+            self._uses |= dict.fromkeys((step.args[n] for n in spec.matrices), int8_activations(spec, step, plan))
+        try:
+            yield
+        finally:
+            self._uses = {}
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        """See Device.store. A weight given whole is kept by reference. Weights over the memory limit stay in their file
-        and are read at every use."""
+        """See Device.store. A weight given whole is kept by reference. Matrices of the plans that are loaded, and weights
+        over the memory limit, stay in their file."""
         self.check_open()
         lent = None if value is not None or parts or self.guard else self._lent.get(decl.name)
         if lent is not None and (lent.dtype, lent.shape) == (decl.dtype, decl.shape):
             tensor: Tensor | Rows | Packed = lent
-        elif decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
+        elif decl.kind == "weight" and parts and not self.guard and (self._stays(decl) or decl.nbytes > self._room()):
             tensor = self._left_in_file(decl, parts)
         elif decl.row_types:
             tensor = runs(decl, parts)
         else:
             tensor = self._filled(decl, value, parts)
-        self._float.pop(decl.name, None)
-        held = self._put(decl, tensor)
-        self.counters.bytes_up += held if value is not None or parts else 0
+        self._forget(decl.name)
+        self._put(decl, tensor)
+        self.counters.bytes_up += decl.data_bytes if value is not None or parts else 0
+        if (int8 := self._uses.get(decl.name)) is not None:
+            self.weight(decl.name, int8)
         self.generation += 1
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
@@ -124,6 +150,9 @@ class HostDevice(SingleDevice):
         self._decls[decl.name], self._tensors[decl.name], self._held[decl.name] = decl, tensor, held
         return held
 
+    def _stays(self, decl: TensorDecl) -> bool:
+        return decl.name in self._uses and len(decl.shape) == 2 and "f32" not in decl.dtypes
+
     def _room(self) -> int:
         """Bytes available for further tensors."""
         return self._memory - self._holds - self._arena.size - self._guarded_bytes() - self._copies()
@@ -132,7 +161,12 @@ class HostDevice(SingleDevice):
         return sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
 
     def _copies(self) -> int:
-        return sum(a.nbytes for a in self._float.values())
+        return sum(a.nbytes for a in self._float.values()) + sum(p.nbytes for p in self._products.values())
+
+    def _forget(self, name: str) -> None:
+        """What was made of a weight's former numbers."""
+        self._float.pop(name, None)
+        self._products.pop(name, None)
 
     def _filled(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> Tensor:
         if value is None and len(parts) == 1:
@@ -167,7 +201,7 @@ class HostDevice(SingleDevice):
         if self._decls[name].kind == "weight":  # kept by reference: the owner's numbers must not change
             target = Tensor(target.dtype, target.shape, tuple(p.copy() for p in target.parts))
             self._put(self._decls[name], target)
-            self._float.pop(name, None)
+            self._forget(name)
             self.generation += 1
         for to, part in zip(target.parts, value.parts, strict=True):
             to[row:stop] = part
@@ -209,18 +243,22 @@ class HostDevice(SingleDevice):
             raise ValueError(f"no such ticket: {ticket}; the last submit was {self.counters.submits}")
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose. `dequantised`: float32 copies of weights. `left_in_files`: weights not held in memory."""
+        """Bytes by purpose. `dequantised`: float32 copies of weights. `codes`: what onnxruntime holds of them.
+        `left_in_files`: weights not held in memory."""
         self.check_open()
         held = dict.fromkeys(("weights", "state", "io"), 0)
         for name, nbytes in self._held.items():
             held[PURPOSE[self._decls[name].kind]] += nbytes
-        held |= {"activations": self._arena.size + self._guarded_bytes(), "staging": 0, "dequantised": self._copies()}
+        held |= {"activations": self._arena.size + self._guarded_bytes(), "staging": 0}
+        held |= {"dequantised": sum(a.nbytes for a in self._float.values())}
+        held |= {"codes": sum(p.nbytes for p in self._products.values())}
         return {**held, "left_in_files": self.left_in_files}
 
     @property
     def left_in_files(self) -> int:
-        """Bytes of weights over the memory limit, which are read again at every use."""
-        return sum(t.nbytes - self._held[name] for name, t in self._tensors.items())
+        """Bytes of weights that are not in memory, in any form: they are read again at every use."""
+        made = self._float.keys() | self._products.keys()
+        return sum(t.nbytes - self._held[name] for name, t in self._tensors.items() if name not in made)
 
     def __enter__(self) -> HostDevice:
         return self
@@ -241,6 +279,7 @@ class HostDevice(SingleDevice):
         self._holds = 0
         self._guarded.clear()
         self._float.clear()
+        self._products.clear()
         self._slabs = Slabs()
         self._programs.clear()
         self._arena = aligned(0)
@@ -286,18 +325,33 @@ class HostDevice(SingleDevice):
             )
         return stored.rows(0, decl.shape[0])
 
-    def weight(self, name: str) -> Value:
-        """A matrix as float32 within the budget, else as stored."""
+    def weight(self, name: str, int8: bool = False) -> Value | Product:
+        """A matrix for products, made at first use: see this module. int8: its activations are."""
         tensor = self.stored(name)
-        if name not in self._float:
-            if isinstance(tensor, Tensor) and tensor.dtype == "f32":
-                return tensor.array
-            cost = 0 if tensor.dtype == "f32" else 4 * math.prod(tensor.shape)
-            if cost > min(self._room(), self._budget - self._copies()) or self._held[name] < tensor.nbytes:
-                return tensor
-            self._float[name] = dequantise(tensor, np.float32, self._slabs.take(tensor.shape))
+        if int8 and name in self._products:
+            return self._products[name]
+        if name in self._float:
+            return self._float[name]
+        if int8 and self._by_codes and DTYPES[tensor.dtype].quantised and nbits.size(tensor) <= self._room():
+            self._products[name] = Product(tensor, self.blas.now)
+            return self._products[name]
+        cost = 4 * math.prod(tensor.shape)
+        if tensor.dtype != "f32" and cost <= min(self._room(), self._budget - self._copies()):
+            self._float[name] = self._dequantised(tensor)
             self.counters.allocations += 1
-        return self._float[name]
+            return self._float[name]
+        if self._held[name] < tensor.nbytes <= self._room():
+            held = [unpacked(t) for t in (tensor.tensors if isinstance(tensor, Rows) else (tensor,))]
+            tensor = held[0] if len(held) == 1 else Rows(tuple(held))
+            self._put(self._decls[name], tensor)
+        return argument(tensor)
+
+    def _dequantised(self, tensor: Tensor | Rows | Packed) -> np.ndarray:
+        out = self._slabs.take(tensor.shape)
+        with ThreadPoolExecutor() as threads:  # NumPy releases the GIL
+            spans = row_blocks(tensor.shape[0], tensor.shape[1], _AT_ONCE)
+            list(threads.map(lambda s: dequantise(rows(tensor, *s), np.float32, out[s[0] : s[1]]), spans))
+        return out
 
     def whole(self, name: str) -> Tensor:
         return joined(name, self.stored(name))

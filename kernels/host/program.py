@@ -12,6 +12,7 @@ from hybrid.core.device import StepTime
 from hybrid.core.plan import CONTROL, Plan, Step
 from hybrid.core.tensor import Packed, Rows, Tensor
 from hybrid.kernels.host.memory import Guarded
+from hybrid.kernels.host.nbits import Product
 from hybrid.kernels.host.threads import seconds_alone
 from hybrid.quant.codec import argument, round_into
 
@@ -69,6 +70,11 @@ class HostProgram:
         return self._began
 
 
+def int8_activations(spec: Any, step: Step, plan: Plan) -> bool:
+    """Whether the matrices of a step multiply int8 activations."""
+    return any(plan.tensors[step.args[n]].dtype == "q8_act" for n in (*spec.inputs, *spec.scratch))
+
+
 class _Bound:
     """One step with its function and arrays. `live` arguments are cut to the live rows at each run."""
 
@@ -96,7 +102,8 @@ class _Bound:
             )
         try:
             tensors: dict[str, Any] = {n: program.tensor(step.args[n]) for n in shapes}
-            self.matrices = {n: argument(self.device.weight(step.args[n])) for n in spec.matrices}
+            act = int8_activations(spec, step, program.plan)
+            self.matrices = {n: self.device.weight(step.args[n], act) for n in spec.matrices}
         except ValueError as error:
             raise ValueError(f"step {step.name}: {error}") from None
         self.inputs = {n: tensors[n] for n in (*spec.inputs, *spec.state) if n not in self.matrices}
@@ -136,7 +143,13 @@ class _Bound:
         }
         self._targets = {n: self._cut(n, t, live) for n, t in self.outputs.items()}
         # The longest product on one thread; attention's (the queries of a kv head with its keys) grow with the context.
-        self._alone = max((seconds_alone(live, *m.shape) for m in self.matrices.values()), default=0.0)
+        self._alone = max(
+            (
+                seconds_alone(live, m.shape[0], m.shape[1], 1 if isinstance(m, Product) else 4)
+                for m in self.matrices.values()
+            ),
+            default=0.0,
+        )
         bind, window = self.step.bind, int(self.step.attrs.get("window", 0))
         attends = "k_cache" in self.inputs
         self._alone_per_position = seconds_alone(live * bind["HQ"] // bind["HK"], 1, bind["D"]) if attends else 0.0

@@ -30,9 +30,10 @@ _MACS_PER_SECOND, _BYTES_PER_SECOND = 30e9, 8e9  # of one core of a desktop, flo
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-def seconds_alone(rows: int, columns: int, inner: int) -> float:
-    """Estimated time on one thread of [rows, inner] by [columns, inner].T in float32, in seconds."""
-    return columns * inner * max(rows / _MACS_PER_SECOND, 4 / _BYTES_PER_SECOND)
+def seconds_alone(rows: int, columns: int, inner: int, size: int = 4) -> float:
+    """Estimated time on one thread of [rows, inner] by [columns, inner].T, whose numbers have `size` bytes, in
+    seconds."""
+    return columns * inner * max(rows / _MACS_PER_SECOND, size / _BYTES_PER_SECOND)
 
 
 def processors() -> int:
@@ -69,6 +70,10 @@ class BlasThreads:
         shared = f", 1 for products below {limits}" if self.many else ""
         self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
         """Text for --stats."""
+
+    def now(self) -> int:
+        """Threads of the product that `use` was told of last."""
+        return self._set or 1
 
     def use(self, seconds: float, one_row: bool = False) -> bool:
         """Set the threads for a product of that length on one thread. True: `judge` needs its duration."""

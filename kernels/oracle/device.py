@@ -14,7 +14,7 @@ from hybrid.kernels.oracle import ORACLE
 class CpuDevice(HostDevice):
     """hybrid.core.device.Device on NumPy.
 
-    memory, memory_budget, guard, ops: see HostDevice. overrides: functions that replace the oracle's, by operation
+    memory, memory_budget, guard, products, ops: see HostDevice. overrides: functions that replace the oracle's, by operation
     (mutation tests)."""
 
     backend = "cpu"
@@ -26,7 +26,10 @@ class CpuDevice(HostDevice):
         memory_budget: int | None = None,
         overrides: Mapping[str, Callable[..., tuple[np.ndarray, ...]]] | None = None,
         guard: int = 0,
+        products: bool = True,
         ops: Mapping[str, Any] | None = None,
     ) -> None:
         functions = {**ORACLE, **(overrides or {})}
-        super().__init__("cpu", functions, memory=memory, memory_budget=memory_budget, guard=guard, ops=ops)
+        super().__init__(
+            "cpu", functions, memory=memory, memory_budget=memory_budget, guard=guard, products=products, ops=ops
+        )

@@ -7,19 +7,24 @@ from numpy import matmul
 
 from hybrid.core.dtypes import QUANTISED_TYPES
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.host.nbits import Product, exact_for
 from hybrid.quant.blocks import factors, integers
 from hybrid.quant.codec import BLOCK, Real, Value, dequantise, row_blocks, rows, take
 
 _SCRATCH = 1 << 22  # elements of a weight dequantised at once
 
 
-def linear(*, x: Value, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
+def linear(*, x: Value, w: Value | Product, real: Real = np.float64) -> tuple[np.ndarray]:
     """y[T,N] = x[T,K] @ w[N,K].T.
 
     A q8_act `x` in float64 goes through exact integer dots per 32 (the definition); in float32 its dequantised
     values go through BLAS, which equals that up to float rounding. A float32 `w` is used as it is, any other is
     dequantised in blocks of rows into one scratch. Beside a float16 `x` the numbers of `w` are rounded to float16: that
-    is what matrix units multiply, and every device takes them so."""
+    is what matrix units multiply, and every device takes them so. A Product computes the exact integer dots itself."""
+    if isinstance(w, Product):
+        if isinstance(x, Tensor) and x.dtype == "q8_act" and exact_for(x):
+            return (w(x),)
+        w = w.source
     if real is np.float64 and isinstance(x, Tensor) and isinstance(w, Tensor) and x.type.quantised and w.type.quantised:
         return (_integer_linear(x, w),)
     a, half = dequantise(x, real), isinstance(x, np.ndarray) and x.dtype == np.float16

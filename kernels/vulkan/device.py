@@ -202,7 +202,7 @@ class VulkanDevice(Storage, SingleDevice):
     # --- weights -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def loading(self, nbytes: int) -> Iterator[None]:
+    def loading(self, nbytes: int, plans: Iterable[Plan] = ()) -> Iterator[None]:
         """See Device.loading. Allocates three staging slots of at most repack.LOAD_BYTES, twice that where the device
         cannot compute on host memory. After an error the tensors stored within are dropped."""
         self.check_open()

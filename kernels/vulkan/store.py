@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from hybrid.core.device import Counters
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
-from hybrid.core.plan import PURPOSE, TensorDecl
+from hybrid.core.plan import PURPOSE, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Source, Tensor, unpacked
 from hybrid.kernels.vulkan import columns
 from hybrid.kernels.vulkan.hostmemory import import_fd, import_pages
@@ -54,7 +54,7 @@ class Storage(ABC):
         """Wait until that submit, or everything submitted, has finished."""
 
     @abstractmethod
-    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+    def loading(self, nbytes: int, plans: Iterable[Plan] = ()) -> AbstractContextManager[None]:
         """See Device.loading."""
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:

@@ -1,0 +1,254 @@
+"""Products of quantised weights with int8 activations by onnxruntime's MatMulNBits (extra `cpu`).
+
+MatMulNBits multiplies blocks of 32 codes of 4 or 8 bits, each block with a float32 scale, by activations that it rounds
+to int8 by blocks of 32. Activations in q8_act have those very codes, so its integer dots are the definition's and only
+float32 sums round. Weights become its codes without loss:
+    scales for fewer than 32 elements: the matrix once for each part of a block, with the other parts' codes zero
+    minima, and codes that are not centred: their share is a product of float32 minima with the sums of activations
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from hybrid.core.dtypes import DTYPES, DType
+from hybrid.core.tensor import Packed, Rows, Tensor, unpacked
+from hybrid.quant.blocks import factors, integers
+from hybrid.quant.codec import BLOCK, dequantise, row_blocks
+
+_AT_ONCE = 1 << 22  # elements of a session: larger ones are no faster, and what is made at once is memory
+_ROWS = 16  # activations are split between threads by multiples of it
+_DOMAIN = b"com.microsoft"
+
+
+@cache
+def unusable() -> str | None:
+    """Why onnxruntime cannot compute here, proved by small products with extreme codes; None if it can. Empty: it is
+    not installed."""
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError:
+        return ""
+    draw = np.random.default_rng(1)
+    x = draw.choice(np.array([-127, 127], np.int8), (5, 64))
+    scales = np.stack([np.ones((5, 2)), x.reshape(5, 2, 32).sum(axis=2)], axis=2)
+    act = Tensor("q8_act", (5, 64), (x, scales.astype(np.float32).reshape(5, 4)))
+    for dtype, ends in (("q4_0", (0, 255)), ("q8_0", (-127, 127))):
+        kind = DTYPES[dtype].parts[0]
+        codes = draw.choice(np.array(ends, kind.dtype), DTYPES[dtype].part_shape(kind, (48, 64)))
+        w = Tensor(dtype, (48, 64), (codes, np.ones((48, 2), np.float16)))
+        try:
+            right = np.array_equal(Product(w)(act), dequantise(act) @ dequantise(w).T)
+        except Exception as error:  # of several types, by version
+            return f"{name()} cannot multiply {dtype}: {str(error).splitlines()[0][:200]}"
+        if not right:
+            return f"{name()}: wrong products of {dtype} on this processor"
+    return None
+
+
+def name() -> str:
+    import onnxruntime
+
+    return f"onnxruntime {onnxruntime.__version__}"
+
+
+def exact_for(x: Tensor) -> bool:
+    """Whether rounding x again gives its codes: each block has a code of 127 (as encoders make them) and a scale of
+    ordinary size, or only zeros."""
+    codes, scale = x.parts[0].reshape(-1, BLOCK), x.parts[1].reshape(-1, 2)[:, 0]
+    peak = np.maximum(np.maximum.reduce(codes, axis=1), -np.minimum.reduce(codes, axis=1))
+    return bool((((peak == 127) & (scale > 1e-30) & (scale < 1e30)) | ((peak == 0) & np.isfinite(scale))).all())
+
+
+def size(source: Tensor | Rows | Packed) -> int:
+    """Bytes of a Product: onnxruntime packs codes and two float32 for each block; minima."""
+    return sum(
+        math.prod(piece.shape) * _Form.of(DTYPES[piece.dtype]).bits_held // 8
+        for piece in (source.tensors if isinstance(source, Rows) else (source,))
+    )
+
+
+class Product:
+    """A matrix [N, K] that multiplies q8_act activations. source: the matrix in its own types, for activations that are
+    not `exact_for` it. threads: how many may be used now."""
+
+    def __init__(self, source: Tensor | Rows | Packed, threads: Callable[[], int] = lambda: 1) -> None:
+        self.shape, self.source, self.threads = source.shape, source, threads
+        pieces = source.tensors if isinstance(source, Rows) else (source,)
+        at, makers = 0, []
+        for _, alike in groupby(pieces, lambda piece: _Form.of(DTYPES[piece.dtype])):
+            group = Rows(tuple(alike))
+            for a, b in row_blocks(group.shape[0], group.shape[1], _AT_ONCE):
+                makers.append((at + a, at + b, partial(_Part, group.rows(a, b))))
+            at += group.shape[0]
+        with ThreadPoolExecutor() as workers:
+            self._parts = list(workers.map(lambda made: (made[0], made[1], made[2]()), makers))
+
+        self.nbytes = size(source)
+
+    def __call__(self, x: Tensor) -> np.ndarray:
+        """float32 x @ w.T. x: q8_act, `exact_for` it."""
+        values, y, threads = dequantise(x), np.empty((x.shape[0], self.shape[0]), np.float32), self.threads()
+        step = max(_ROWS, -(-x.shape[0] // threads // _ROWS) * _ROWS)
+        tasks = [
+            partial(part, x.rows(i, i + step), values[i : i + step], y[i : i + step, a:b])
+            for a, b, part in self._parts
+            for i in range(0, len(values), step)
+        ]
+        if threads > 1 and len(tasks) > 1:
+            list(_pool(threads).map(lambda task: task(), tasks))
+        else:
+            for task in tasks:
+                task()
+        return y
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "products")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a storage type becomes codes of MatMulNBits."""
+
+    bits: int
+    group: int
+    """Elements of a scale, at most BLOCK."""
+    centre: int
+    """The integer that becomes code 0."""
+    minima: bool
+    """Whether minima, or `centre`, take a product of their own."""
+
+    @classmethod
+    def of(cls, kind: DType) -> _Form:
+        low, high = kind.integers
+        bits = 4 if high - low < 16 else 8
+        centre = low + 8 if bits == 4 else (low + high + 1) // 2 if low >= 0 else 0
+        return cls(bits, min(kind.group, BLOCK), centre, kind.minimum or centre != 0)
+
+    @property
+    def bits_held(self) -> int:
+        return BLOCK // self.group * (self.bits + 2) + (32 // self.group if self.minima else 0)
+
+
+class _Part:
+    """Some rows of a matrix whose types have one form: a session, and minima."""
+
+    def __init__(self, source: Rows) -> None:
+        form = _Form.of(DTYPES[source.dtype])
+        (n, k), self._copies = source.shape, BLOCK // form.group
+        codes, scales, zeros, minima = zip(*(_coded(unpacked(piece), form) for piece in source.tensors), strict=True)
+        self._minima = np.ascontiguousarray(np.concatenate(minima).T) if form.minima else None
+        self._group = form.group
+        given = {"w": codes, "scales": scales, "zeros": zeros}
+        model = _model(n, k * self._copies, form.bits, {what: np.concatenate(pieces) for what, pieces in given.items()})
+        self._session = _session(model)
+
+    def __call__(self, x: Tensor, values: np.ndarray, out: np.ndarray) -> None:
+        given = np.concatenate([values] * self._copies, axis=1) if self._copies > 1 else values
+        (y,) = self._session.run(None, {"x": given})
+        if self._minima is None:
+            out[...] = y
+            return
+        scales = x.parts[1].reshape(len(values), -1, 2)
+        if self._group == BLOCK:
+            sums = scales[:, :, 1]
+        else:
+            each = x.parts[0].reshape(len(values), -1, self._copies, self._group).sum(axis=3, dtype=np.int32)
+            sums = (each * scales[:, :, :1]).reshape(len(values), -1).astype(np.float32)
+        np.add(y, sums @ self._minima, out=out)
+
+
+def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
+    """Codes u8 [N, copies * K * bits / 8], scales f32 and zero points u8 [N, copies * K / 32], and minima f32 [N, K /
+    group] (empty without them)."""
+    (n, k), (low, high) = w.shape, w.type.integers
+    parts = [p.reshape(n * k // w.type.block, -1) for p in w.parts]
+    q = integers(w.dtype, parts).reshape(n, k).view(np.uint8)  # modulo 256: also with the centre
+    scale, minimum = factors(w.dtype, parts, np.float32)
+    scale = np.repeat(scale.reshape(n, -1), k // form.group // (scale.size // n), axis=1)
+    least = np.float32(form.centre) * scale if form.minima else np.empty((n, 0), np.float32)
+    if minimum is not None:
+        least += np.repeat(minimum.reshape(n, -1), scale.size // minimum.size, axis=1)
+    copies = BLOCK // form.group
+    zero = (high - low + 1) // 2 if high - low < 128 else 128  # small where codes are: it cancels in float32
+    q = q + np.uint8((zero - form.centre) % 256)
+    if copies > 1:
+        spread = np.full((n, copies, k // BLOCK, copies, form.group), zero, np.uint8)
+        for i in range(copies):
+            spread[:, i, :, i] = q.reshape(n, -1, copies, form.group)[:, :, i]
+        q, scale = spread.reshape(n, -1), scale.reshape(n, -1, copies).swapaxes(1, 2)
+    scale = np.ascontiguousarray(scale).reshape(n, -1)
+    zeros = np.full(scale.shape, zero, np.uint8)
+    if form.bits == 4:
+        q = q[:, ::2] | (q[:, 1::2] << np.uint8(4))
+        zeros = np.full((n, -(-scale.shape[1] // 2)), zero | zero << 4, np.uint8)
+    return q, scale, zeros, least
+
+
+# --- sessions
+
+
+def _session(model: list[bytes | memoryview]) -> Any:
+    """One thread computes: Product splits. The model goes through a file, since a session keeps bytes that it is
+    given."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = False
+    options.log_severity_level = 3
+    with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
+        file.writelines(model)
+        file.flush()
+        return onnxruntime.InferenceSession(file.name, options, providers=["CPUExecutionProvider"])
+
+
+def _model(n: int, k: int, bits: int, given: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+    """An ONNX model, in pieces: y [T, n] = MatMulNBits(x [T, k], w, scales, zeros)."""
+    numbers = {"N": n, "K": k, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
+    attributes = [_field(5, _field(1, name.encode()) + _field(3, v) + _field(20, 2)) for name, v in numbers.items()]
+    inputs = b"".join(_field(1, name.encode()) for name in ("x", *given))
+    node = inputs + _field(2, b"y") + _field(4, b"MatMulNBits") + b"".join(attributes) + _field(7, _DOMAIN)
+    graph: list[bytes | memoryview] = [_field(1, node), _field(2, b"product")]
+    shapes = {"w": (n, k // BLOCK, BLOCK * bits // 8)}
+    for name, data in given.items():
+        dims = b"".join(_field(1, d) for d in shapes.get(name, (data.size,)))
+        kind = _field(2, 1 if data.dtype == np.float32 else 2)
+        head = dims + kind + _field(8, name.encode()) + _key(9, 2) + _varint(data.nbytes)
+        graph += [_key(5, 2) + _varint(len(head) + data.nbytes) + head, data.data.cast("B")]
+    for number, what, width in ((11, b"x", k), (12, b"y", n)):
+        rows_by_width = _field(1, _field(2, b"T")) + _field(1, _field(1, width))
+        kind_and_shape = _field(1, _field(1, 1) + _field(2, rows_by_width))
+        graph.append(_field(number, _field(1, what) + _field(2, kind_and_shape)))
+    versions = _field(8, _field(1, b"") + _field(2, 21)) + _field(8, _field(1, _DOMAIN) + _field(2, 1))
+    return [_field(1, 10) + versions + _key(7, 2) + _varint(sum(len(g) for g in graph)), *graph]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _key(number: int, wire: int) -> bytes:
+    return _varint(number << 3 | wire)
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """A protobuf field: an integer, or bytes with their length."""
+    if isinstance(value, int):
+        return _key(number, 0) + _varint(value)
+    return _key(number, 2) + _varint(len(value)) + value
