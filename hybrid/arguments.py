@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 def add_model(p: argparse.ArgumentParser) -> None:
     """Add MODEL and --random NAME with its options, of which benchmark commands take either."""
-    p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face",
+    )
     add_random(p)
 
 

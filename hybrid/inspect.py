@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
         "Reads headers only and allocates nothing.",
     )
     p.add_argument(
-        "model", nargs="?", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b"
+        "model",
+        nargs="?",
+        metavar="FILE|NAME",
+        help="file, directory, OWNER/NAME[:FILE.gguf] on Hugging Face, or a name such as gemma3-27b",
     )
     p.add_argument(
         "--find", action="store_true", help="instead: list local models of Hugging Face's cache, Ollama, GGUF files"

@@ -158,7 +158,9 @@ def parser() -> argparse.ArgumentParser:
         description="Nats per token and perplexity of a text, and the distance from a reference model. Each document "
         "is read with a begin-of-text token before it; its first token is given, all others are predicted.",
     )
-    p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument(
+        "model", metavar="MODEL", help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face"
+    )
     p.add_argument("text", type=Path, metavar="TEXT", help="UTF-8 file")
     p.add_argument("--chunk", type=int, default=512, metavar="N", help="documents are read in chunks of N tokens (512)")
     p.add_argument("--cut", action="store_true", help="only the first chunk of each document; the rest is left out")

@@ -17,7 +17,12 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m hybrid.schedule", description=__doc__.split(": ", 1)[1])
     p.add_argument("command", choices=("check", "show"), help="check: every edge, both phases; show: print the plan")
     p.add_argument("file", type=Path, metavar="FILE", help="schedule file, or the name of a shipped one such as gemma3")
-    p.add_argument("model", type=Path, metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face",
+    )
     p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
     p.add_argument(
         "--rows", type=positive, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)"

@@ -141,8 +141,8 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_wrong_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     for more, code, word in [
-        (["/no/such/model.gguf"], 1, "does not exist"),
-        (["model.gguf", "--random", "gemma3-270m"], 1, "does not exist"),
+        (["/no/such/model.gguf"], 1, "no such file"),
+        (["model.gguf", "--random", "gemma3-270m"], 2, "one of the two"),
         (["--random", "gemma3-270m", "--ray"], 2, "leave out --ray"),
         (["--layers", "2"], 2, "belongs to --random"),
         (["--allow-host", "x", "--host", "0.0.0.0"], 2, "loopback"),

@@ -18,8 +18,8 @@ _LATER_PART = re.compile(r"-(?!0*1-of-)\d+-of-\d+\.gguf$")
 _DEPTH = 4  # of a scan below a folder
 ADVICE = (
     "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors and the tokenizer) or an Ollama blob; "
-    "`python -m hybrid.inspect --find` lists those on this machine; to get one: `hf download google/gemma-3-1b-it` or "
-    "`ollama pull gemma3:1b`"
+    "`python -m hybrid.inspect --find` lists those on this machine; a name such as google/gemma-3-1b-it or "
+    "OWNER/NAME:FILE.gguf is fetched from Hugging Face"
 )
 
 
@@ -43,6 +43,12 @@ class Found:
         }
 
 
+def sharded(file: str) -> re.Pattern[str] | None:
+    """What the names of all parts of a split GGUF file match; None for a whole one."""
+    found = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", file, re.DOTALL)
+    return re.compile(re.escape(found[1]) + r"-\d{5}" + re.escape(found[2])) if found else None
+
+
 def find_models(problem_of: Callable[[Path], str | None], env: Mapping[str, str] = os.environ) -> list[Found]:
     """All local models without duplicate paths, loadable ones first. Skips unreadable folders. problem_of: why a path
     cannot be loaded, or None (`problem` of checkpoint/open.py, which reads headers)."""
@@ -58,7 +64,7 @@ def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
     wanted, found = name.casefold(), []
     for one in _everywhere(env):
         full = one.name.casefold()
-        if wanted in (full, full.rpartition("/")[2], full.partition(":")[0]):
+        if wanted in (full, full.replace(":", "/").rpartition("/")[2], full.rpartition("/")[2], full.partition(":")[0]):
             found.append(one)
     return found
 
@@ -71,12 +77,14 @@ def places(env: Mapping[str, str] = os.environ) -> list[Path]:
 
 def _everywhere(env: Mapping[str, str]) -> Iterator[Found]:
     home = Path(env.get("HOME") or Path.home())
-    yield from _hugging_face(_hubs(env, home))
+    yield from _hugging_face(hubs(env))
     yield from _ollama(_stores(env, home))
     yield from _gguf(_folders(env, home))
 
 
-def _hubs(env: Mapping[str, str], home: Path) -> list[Path]:
+def hubs(env: Mapping[str, str]) -> list[Path]:
+    """Folders of the Hugging Face hub's cache."""
+    home = Path(env.get("HOME") or Path.home())
     cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
     return [Path(p) for p in (env.get("HF_HUB_CACHE"), env.get("HUGGINGFACE_HUB_CACHE")) if p] or [
         Path(env.get("HF_HOME") or cache / "huggingface") / "hub"
@@ -106,9 +114,9 @@ def _hugging_face(hubs: list[Path]) -> Iterator[Found]:
             weights = _listed(snapshot, "*.safetensors")
             if weights and (snapshot / "config.json").exists():
                 yield Found("Hugging Face", name, snapshot, sum(map(_size, weights)))
-            for file in _listed(snapshot, "*.gguf"):
+            for file in (*_listed(snapshot, "*.gguf"), *_listed(snapshot, "*/*.gguf")):
                 if not _LATER_PART.search(file.name):
-                    yield Found("GGUF", f"{name}/{file.name}", file, _size(file))
+                    yield Found("GGUF", f"{name}:{file.relative_to(snapshot).as_posix()}", file, _size(file))
 
 
 def _ollama(stores: list[Path]) -> Iterator[Found]:

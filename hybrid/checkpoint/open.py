@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from hybrid.checkpoint.base import Checkpoint, CheckpointError
@@ -10,15 +11,20 @@ from hybrid.checkpoint.files import exists
 from hybrid.checkpoint.find import ADVICE, called
 from hybrid.checkpoint.gguf_file import open_gguf
 from hybrid.checkpoint.hf import open_hf
+from hybrid.checkpoint.hub import HubName, find_or_fetch
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a .gguf file or a Hugging Face directory. Reads headers and checks every tensor's presence and shape; data
+    """Open a .gguf file, a Hugging Face directory, or a model by its name on the hub (hybrid/checkpoint/hub.py), which is
+    fetched where the cache lacks it. A path that exists wins. Reads headers and checks every tensor's presence and shape; data
     is read lazily. Raises CheckpointError (a ValueError) with one line."""
     try:
         path = Path(path).expanduser()
     except RuntimeError as error:  # "~nobody/model.gguf"
         raise CheckpointError(f"{path}: {error}") from None
+    if not exists(path) and (name := HubName.of(path.as_posix())) is not None:
+        found = open_checkpoint(find_or_fetch(name))
+        return found if name.file is not None else replace(found, name=name.repo.partition("/")[2])
     if not exists(path):
         raise CheckpointError(_no_such(str(path)))
     if path.is_dir():

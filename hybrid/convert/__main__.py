@@ -24,7 +24,13 @@ def parser() -> argparse.ArgumentParser:
         description="Convert a checkpoint to another format or storage type, or verify a converted one.",
         epilog=EXIT,
     )
-    p.add_argument("src", nargs="?", type=Path, metavar="SRC", help=".gguf file or Hugging Face directory")
+    p.add_argument(
+        "src",
+        nargs="?",
+        type=Path,
+        metavar="SRC",
+        help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face",
+    )
     p.add_argument(
         "dst", nargs="?", metavar="DST", help=".gguf file to write; a folder (or NAME/) for Hugging Face's format"
     )

@@ -492,11 +492,11 @@ def plans_of_model(
 ) -> Iterator[Plan]:
     """Plans of every bucket with two layers of each kind; other layers have steps of the same sizes.
 
-    model: a file, a directory, or the name of a sheet of specs/models. schedule: a shipped one's name, or a file.
+    model: a file, a directory, a name on the hub, or of a sheet of specs/models. schedule: a shipped one's name, or a file.
     slots: sequences (default: as `load` has them, SHARING ones with the blocks of one). chunk: rows of a prefill pass
     (default: 512, that of devices without matrix units). backend: of the main device."""
     chosen = schedule if isinstance(schedule, Schedule) else named_schedule(schedule)
-    with open_checkpoint(model) if Path(model).exists() else random_checkpoint(model) as checkpoint:
+    with open_checkpoint(model) if Path(model).exists() or "/" in model else random_checkpoint(model) as checkpoint:
         hp = checkpoint.hparams
         context = EngineConfig(ctx=ctx, chunk=chunk).context(hp)
         sizes = pass_sizes(hp, context, slots or SHARING, CHUNK if chunk is None else chunk)

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
+        help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face (default: the embedded demonstration model)",
     )
     p.add_argument("--prompt", "-p", help="text to continue; - reads standard input")
     p.add_argument(

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
+        help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face (default: the embedded demonstration model)",
     )
     add_random(p)
     p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every interface ({HOST})")
@@ -104,8 +104,6 @@ def _main(args: argparse.Namespace) -> int:
         if not DEMO.is_file():
             raise ValueError(f"the embedded model {DEMO} does not exist: name a .gguf file or a Hugging Face directory")
         args.model = DEMO
-    if args.model is not None and not args.model.exists():
-        raise ValueError(f"{args.model} does not exist: name a .gguf file or a Hugging Face directory")
     open_model(args).close()  # report usage errors and unreadable files before binding the port
 
     with usage():

@@ -84,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m perf.acceptance",
         description="Acceptance rate of a draft model, and the tokens per pass that it gives.",
     )
-    p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument(
+        "model", metavar="MODEL", help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face"
+    )
     p.add_argument("draft", metavar="DRAFT", help="the same, with the same tokenizer")
     p.add_argument("--text", type=Path, required=True, metavar="FILE", help="text whose beginnings the model continues")
     p.add_argument("--prompts", type=positive, default=40, metavar="N", help="how many beginnings (40)")
