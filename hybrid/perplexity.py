@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from hybrid.arguments import add_devices, add_weights
-from hybrid.cli import CACHES, PRECISIONS, Parser, run
+from hybrid.cli import CACHES, PRECISIONS, Parser, positive, run
 from hybrid.cli.progress import progress_bar
+from hybrid.planning.cost import precision_of
+from hybrid.planning.passes import bucket_of
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
@@ -111,11 +113,23 @@ def encode(model: Any, documents: Sequence[str], chunk: int, whole: bool) -> Tex
     return Text(usable, left_out)
 
 
-def measure(model: Any, documents: Sequence[Sequence[int]], into: Measured, reference: Any = None) -> None:
-    """Add the predictions of some documents. Needs the memory of one pass's logits of each model."""
+def measure(
+    model: Any, documents: Sequence[Sequence[int]], into: Measured, reference: Any = None, decode: bool = False
+) -> None:
+    """Add the predictions of some documents. decode: of decode passes, one row of each document. Needs the memory of one pass's logits of each model."""
     ids = np.concatenate([np.asarray(d) for d in documents])
     predicted = np.ones(len(ids), bool)  # rows with a known next token: all but a document's last
     predicted[np.cumsum([len(d) for d in documents]) - 1] = False
+    if decode:
+        ours = model.engine.decode_logits(documents)
+        theirs = None if reference is None else reference.engine.decode_logits(documents)
+        for at, part in enumerate(ours):
+            other = None if theirs is None else next(theirs)
+            lengths = np.array([len(d) for d in documents if len(d) > at])
+            rows_used = np.flatnonzero(lengths > at + 1)
+            targets = np.array([d[at + 1] for d in documents if len(d) > at + 1], np.int64)
+            _add(into, part[rows_used], targets, None if other is None else other[rows_used])
+        return
     with contextlib.ExitStack() as stack:
         rows = min(m.engine.sizes.logits for m in (model, reference) if m is not None)
         ours = stack.enter_context(contextlib.closing(model.engine.logits_of(documents, rows)))
@@ -172,6 +186,15 @@ def parser() -> argparse.ArgumentParser:
         help="KL divergence and top-1 agreement: another checkpoint with the same tokenizer, or exact, fast or auto: "
         "MODEL itself in that precision",
     )
+    p.add_argument(
+        "--phase",
+        default="prompt",
+        choices=("prompt", "decode"),
+        metavar="NAME",
+        help="read the text as prompts, or by decode passes as tokens are generated, whose precision may differ: prompt, "
+        "decode (prompt)",
+    )
+    p.add_argument("--batch", type=positive, metavar="N", help="with --phase decode: chunks that decode together (1)")
     add_devices(p)
     add_weights(p)
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
@@ -190,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"--chunk {args.chunk}: a prediction needs a token before it, so at least 2")
     if args.limit is not None and args.limit < 1:
         p.error(f"--limit {args.limit} must be positive")
+    if args.batch is not None and args.phase != "decode":
+        p.error("--batch belongs to --phase decode: prompts share passes by themselves")
     return run(lambda: _main(args))
 
 
@@ -206,9 +231,10 @@ def _main(args: argparse.Namespace) -> int:
         total = sum(len(d) - 1 for d in text.documents)
         begin = time.perf_counter()
         with progress_bar(total, args.text.name, args.progress, unit="token") as update:
-            for at in range(0, len(text.documents), _together(args.chunk)):
-                some = text.documents[at : at + _together(args.chunk)]
-                measure(model, some, found, reference)
+            together = _together(args)
+            for at in range(0, len(text.documents), together):
+                some = text.documents[at : at + together]
+                measure(model, some, found, reference, args.phase == "decode")
                 update(sum(len(ids) - 1 for ids in some))
         report = _report(args, model, text, found, time.perf_counter() - begin)
     print(json.dumps(_finite(report)) if args.json else "\n".join(_lines(report)))
@@ -223,7 +249,7 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         longest = checkpoint.hparams.context_length
     if args.chunk > longest:
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
-    slots = _together(args.chunk)
+    slots = _together(args)
     return hybrid.load(
         path,
         args.device,
@@ -239,9 +265,11 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
     )
 
 
-def _together(chunk: int) -> int:
-    """Documents of a batch: a pass reads every weight, so it should have hundreds of rows."""
-    return max(1, min(_TOGETHER, _PASS_ROWS // chunk))
+def _together(args: argparse.Namespace) -> int:
+    """Documents of a batch. A pass of prompts reads every weight, so it should have hundreds of rows."""
+    if args.phase == "decode":
+        return args.batch or 1
+    return max(1, min(_TOGETHER, _PASS_ROWS // args.chunk))
 
 
 def _reference(args: argparse.Namespace, stack: contextlib.ExitStack) -> Any:
@@ -267,7 +295,8 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
         "text": str(args.text),
         "device": model.device,
         "passed_over": [*model.passed_over, *model.engine.device.failures, *model.engine.faults],
-        "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
+        "phase": args.phase,
+        "precision": _precision(model, args),
         "documents": len(text.documents),
         "predictions": nats.n,
         "tokens_left_out": text.left_out,
@@ -290,6 +319,17 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
     return report
 
 
+def _precision(model: Any, args: argparse.Namespace) -> dict[str, list[str]]:
+    """Storage types of the passes that ran."""
+    runner = model.engine.runner
+    if args.phase == "decode":
+        rows = bucket_of(_together(args), runner.sizes.decode)
+        made = runner.plan("decode", rows, rows, sample=False)
+    else:
+        made = runner.plan("prefill", runner.sizes.logits, runner.sizes.logits, sample=False)
+    return {k: list(v) for k, v in precision_of(made).items()}
+
+
 def _finite(value: Any) -> Any:
     """Replace NaN and infinity by null for JSON."""
     if isinstance(value, dict):
@@ -301,7 +341,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     types = "; ".join(f"{k} {', '.join(v)}" for k, v in report["precision"].items())
     left_out = f", {report['tokens_left_out']} tokens left out (--cut)" if report["tokens_left_out"] else ""
     lines = [
-        f"{report['model']} on {report['device']}: {types}",
+        f"{report['model']} on {report['device']}, {report['phase']}: {types}",
         *(f"passed over: {reason}" for reason in report["passed_over"]),
         f"{report['text']}: {report['predictions']} predictions in {report['documents']} chunks{left_out}, "
         f"{report['predictions'] / max(report['seconds'], 1e-9):.0f} per second",

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import hybrid
+from conformance.support.devices import open_backend
 from conformance.support.models import GOLDEN, demo
 from conformance.support.models import nats as nats_of
 from conformance.support.synthetic import tiny, write_hf
+from hybrid.engine.runner import Runner
 from hybrid.perplexity import Running, main
 
 HELD_OUT = GOLDEN / "held-out.txt"
@@ -118,3 +120,41 @@ def test_running_sums() -> None:
     assert sums.mean == pytest.approx(values.mean()) and sums.most == values.max()
     assert sums.error == pytest.approx(values.std(ddof=1) / math.sqrt(1000), rel=1e-9)
     assert math.isnan(Running().mean) and math.isnan(Running().error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "vulkan"])
+def test_decode_passes_are_those_of_generation(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text by prompts and by decode passes, alone and three together; each pass has one row of a document."""
+    if backend == "vulkan":
+        open_backend(backend).close()  # skips without one
+    rows: list[int] = []
+    submit = Runner._program_of
+    monkeypatch.setattr(Runner, "_program_of", lambda self, p: rows.append(p.rows) or submit(self, p))
+    text = [
+        str(folder / "a"),
+        str(folder / "text.txt"),
+        "--device",
+        backend,
+        "--chunk",
+        "30",
+        "--kl",
+        "exact",
+        "--json",
+    ]
+    reports = []
+    for more in ([], ["--phase", "decode"], ["--phase", "decode", "--batch", "3"]):
+        rows.clear()
+        assert main([*text, *more]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+        assert (max(rows) > 3) if not more else max(rows) == (3 if "3" in more else 1)
+    prompt, alone, together = reports
+    assert [r["phase"] for r in reports] == ["prompt", "decode", "decode"]
+    for report in (alone, together):
+        assert report["predictions"] == prompt["predictions"]
+        assert report["nats_per_token"] == pytest.approx(prompt["nats_per_token"], abs=SAME)
+        assert report["reference"]["kl_mean"] < 1e-6
+    with pytest.raises(SystemExit):
+        main([*text, "--batch", "2"])

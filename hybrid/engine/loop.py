@@ -207,6 +207,29 @@ class Engine:
         Sequences share passes."""
         return self.read_back(Request(0, ids, capture="logits", rows=rows) for ids in sequences)
 
+    def decode_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
+        """Teacher forcing by decode passes, one row of each sequence: for each position the logits float32 [sequences that
+        have it, vocab], in order. At most as many sequences as slots."""
+        handles: list[Handle] = []
+        try:
+            for ids in sequences:
+                self._check_prompt(request := Request(0, ids, capture="decode", rows=1), 0)
+                handles.append(self.drive(request))
+            running = [handle.request for handle in handles]
+            for at in range(max(map(len, sequences))):
+                found = []
+                for request in running:
+                    while len(request.prompt) > at and not request.captured and request.finish is None:
+                        self.drive_step()
+                    if request.error is not None:
+                        raise request.error
+                    found += [request.captured[0]] if len(request.prompt) > at else []
+                for request in running:
+                    request.captured.clear()
+                yield np.concatenate(found)
+        finally:
+            self.finish([handle.request for handle in handles])
+
     def hidden_states(self, ids: Sequence[int], rows: int = 0, streams: bool = False) -> np.ndarray:
         """Residual stream float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Gemma 3n:
         the active stream, or with `streams` all, [layers + 1, len(ids), streams, hidden]."""
@@ -466,12 +489,12 @@ class Engine:
             assert run.ids is not None
             n, request = len(run.ids), run.seq
             skip = max(0, request.delivered - run.start)
-            own = rows[at + skip : at + n] if done.capture == "logits" else rows[:, at + skip : at + n]
+            own = rows[:, at + skip : at + n] if done.capture == "hidden" else rows[at + skip : at + n]
             at += n
             if request.finish is not None or skip >= n:
                 continue
             try:
-                if done.capture == "logits":
+                if done.capture != "hidden":
                     check_finite(self.checkpoint.path, own, run.start + skip)
             except Exception as error:  # of one request
                 self._end(request, "error", error)

@@ -25,8 +25,9 @@ from hybrid.engine.stats import EngineReport, Finish, Stats, TokenLogprob
 from hybrid.text.stops import StopFilter
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
-Capture = Literal["logits", "hidden"]
-"""What a request reads back of every row instead of sampling: logits, or the residual stream after each layer."""
+Capture = Literal["logits", "decode", "hidden"]
+"""What a request reads back of every row instead of sampling: logits, those of decode passes, or the residual stream after
+each layer."""
 
 
 @dataclass(frozen=True, slots=True)

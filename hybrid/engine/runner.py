@@ -279,6 +279,7 @@ class Runner:
             most_mixed(sizes),
             sizes.wants[-1],
             sizes.logits,
+            min(sizes.logits, self.cache.slots),
             sizes.hidden,
             ahead,
             device.overlaps,
@@ -318,7 +319,9 @@ class Runner:
         """The compiled plan of these buckets; compiled on first use."""
         key = (phase, rows, outs, capture, sample, frozenset(options))
         if key not in self._programs:
-            cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that can be repeated
+            cooperative = (
+                self.cooperative and sample and (phase == "decode" or "verify" in options)
+            )  # passes that can be repeated
             made = self.plan(*key)
             self._programs[key] = self.device.compile(made, profile=self.config.profile, cooperative=cooperative)
         return self._programs[key]
@@ -382,13 +385,15 @@ class Runner:
         """The program of a pass, whether its phase is decode, and mask rows."""
         sizes = self.sizes
         if p.capture is not None:
-            rows = bucket_of(p.rows, sizes.rows)
+            decode = p.capture == "decode"
+            rows = bucket_of(p.rows, sizes.decode if decode else sizes.rows)
             for decl in self._captured(p):
                 if decl.name not in self._stored:
                     self.device.store(decl)
                     self._stored.add(decl.name)
             hidden = p.capture == "hidden"
-            return self.program("prefill", rows, 0 if hidden else rows, hidden, sample=False), False, None
+            phase: Phase = "decode" if decode else "prefill"
+            return self.program(phase, rows, 0 if hidden else rows, hidden, sample=False), False, None
         wanting = p.wanting
         options, wants = self.sampling.options([run.slot for run in wanting]), sizes.outs
         if p.outs > len(wanting):
@@ -464,11 +469,11 @@ class Runner:
         p = flight.scheduled
         found = [self.device.read(d.name, 0, p.rows, flight.ticket).array for d in self._captured(p)]
         self._ended(flight)
-        return found[0] if p.capture == "logits" else np.stack(found)
+        return np.stack(found) if p.capture == "hidden" else found[0]
 
     def _captured(self, p: Pass) -> list[TensorDecl]:
         hp, sizes = self.target.hparams, self.sizes
-        if p.capture == "logits":
+        if p.capture != "hidden":
             return [TensorDecl("logits", "f32", (sizes.logits, hp.vocab), "io", per_pass=True)]
         shape = sizes.hidden, hp.n_streams * hp.hidden
         return [TensorDecl(f"hidden.{i}", "f32", shape, "io", per_pass=True) for i in range(hp.n_layers + 1)]

@@ -35,14 +35,14 @@ from hybrid.engine.request import Capture, Request
 from hybrid.engine.stats import Finish, TokenLogprob
 
 SHARE = 4  # one in so many of the rows for prompts is kept for the second prompt
-CAPTURES: tuple[Capture | None, ...] = (None, "logits", "hidden")
+CAPTURES: tuple[Capture | None, ...] = (None, "logits", "decode", "hidden")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """slots: sequences that run at once. ctx: positions of a sequence. rows: most rows of a pass. mixed: the same where a
-    request decodes, which bounds its latency (None: rows). outs: most rows with logits (None: slots). logits, hidden: most
-    rows of a pass that reads those back (0: rows). ahead: most passes in flight. overlap: whether passes overlap on the
+    request decodes, which bounds its latency (None: rows). outs: most rows with logits (None: slots). logits, decode,
+    hidden: most rows of a pass that reads those back (0: rows). ahead: most passes in flight. overlap: whether passes overlap on the
     device; a freed slot is then reused only after them. queue: most waiting requests. overtakes: how often a waiting
     request may be overtaken."""
 
@@ -52,6 +52,7 @@ class Limits:
     mixed: int | None = None
     outs: int | None = None
     logits: int = 0
+    decode: int = 0
     hidden: int = 0
     ahead: int = 2
     overlap: bool = False
@@ -691,7 +692,7 @@ class Scheduler:
                     continue
             if request.found == position:
                 blocks.anchor(held, position // blocks.block)
-            wants = int(n == rest) if kind is None else n if kind == "logits" else 0
+            wants = int(n == rest) if kind is None else 0 if kind == "hidden" else n
             runs.append(Run(request, request.slot, position, tuple(request.ids[position : position + n]), wants))
             rows += n
             request.position = position + n
