@@ -140,6 +140,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
+    from hybrid.kernels.host.device import weight_bytes
     from hybrid.kernels.vulkan.dry import scratch_bytes
     from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS
     from hybrid.planning.expand import WeightInfo
@@ -170,9 +171,6 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         infos = {
             n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()
         }
-        if storage == "cpu":
-            needs |= dict.fromkeys(group, footprint(hp, infos, **sizes).as_dict())
-            continue
         plans: list[Plan] = []
 
         def noted(plan: Plan, plans: list[Plan] = plans) -> int:
@@ -180,6 +178,9 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
             return 0
 
         held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=noted)
+        if storage == "cpu":
+            needs |= dict.fromkeys(group, replace(held, weights=weight_bytes(plans, infos)).as_dict())
+            continue
         for name, dry in group.items():
             weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
             needs[name] = replace(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import hybrid
 from conformance.support.devices import Devices, planned_on
+from conformance.support.paths import DEMO
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.families import tensors
@@ -170,3 +172,15 @@ def test_sizes_as_people_write_them() -> None:
             parse_bytes(text)
     assert [show_bytes(n) for n in (5, 2048, 20 << 20, 3 << 29)] == ["5 B", "2.00 KiB", "20.0 MiB", "1.50 GiB"]
     assert shortest(9.999999974752427e-07) == 1e-06 and shortest(0.1) == 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["auto", "exact"])
+def test_what_cpu_needs_is_what_it_holds(capsys: pytest.CaptureFixture[str], precision: str) -> None:
+    assert main([str(DEMO), "--precision", precision, "--context", "512", "--json"]) == 0
+    needs = json.loads(capsys.readouterr().out)["needs"]["cpu"]
+    with hybrid.load(DEMO, "cpu", precision=precision, ctx=512) as model:  # type: ignore[arg-type]
+        held = model.engine.device.memory()
+    assert needs["weights"] + needs["tables"] == pytest.approx(
+        held["weights"] + held["dequantised"] + held["codes"], rel=0.01
+    )

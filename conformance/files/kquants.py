@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from conformance.support.gguf_files import finish
 from hybrid.checkpoint import Checkpoint
 from hybrid.checkpoint.gguf_metadata import write_metadata
+from hybrid.core.dtypes import DTYPES, FILE_TYPES
 from hybrid.core.tensor import Tensor
 from hybrid.harness.block_values import pack
 from hybrid.quant.codec import dequantise, quantise, to_ggml
@@ -79,12 +80,15 @@ def mixture(name: str, types: str, layers: int) -> str:
 
 
 def write_gguf(source: Checkpoint, path: Path, types: str) -> Path:
-    """`source` as a GGUF file of `types` (a storage type, q4_k_m or q5_k_m); vectors are float32."""
+    """`source` as a GGUF file of `types` (a storage type, q4_k_m or q5_k_m); vectors are float32, rows that are not whole
+    blocks the narrower type."""
     writer = GGUFWriter(path, source.hparams.family)
     write_metadata(writer, source, types.removesuffix("_m"))
     for name in source.names:
         values = dequantise(source.tensor(name), np.float32)
         kind = "f32" if values.ndim == 1 else mixture(name, types, source.hparams.n_layers)
+        if values.shape[-1] % DTYPES[kind].block:
+            kind = FILE_TYPES[kind].narrower
         writer.add_tensor(name, to_ggml(encode(values, kind)), raw_dtype=GGMLQuantizationType[kind.upper()])
     finish(writer)
     return path

@@ -10,7 +10,6 @@ import pytest
 
 import hybrid
 from conformance.files.kquants import K_TYPES, encode, mixture, write_gguf
-from conformance.files.type_table import log_softmax
 from conformance.support import models
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.models import documents
@@ -24,6 +23,7 @@ from hybrid.engine.loading import EngineConfig, stored_types
 from hybrid.engine.loop import Engine
 from hybrid.harness import block_values
 from hybrid.harness.compare import UNIT
+from hybrid.perplexity import _log_softmax
 from hybrid.quant.codec import dequantise, rows, take
 from hybrid.quant.native import MOST, NATIVE, computed, native
 from hybrid.quant.reencode import Reencoded, reencode, summary
@@ -159,10 +159,10 @@ def test_reencoding_moves_the_demonstration_model_by_next_to_nothing(demo: Path)
     open_backend("vulkan").close()
     with hybrid.load(demo, "cpu", precision="exact") as exact:
         ids = next(iter(documents(exact)))[: 128 if LONG else 48]
-        p = log_softmax(exact.logits(ids))
+        p = _log_softmax(exact.logits(ids))
     for precision, bound in (("exact", 2e-5), ("auto", 2e-3)):
         with hybrid.load(demo, "vulkan", precision=precision) as ours:
-            q = log_softmax(ours.logits(ids))
+            q = _log_softmax(ours.logits(ids))
             assert 0 < (np.exp(p) * (p - q)).sum(-1).mean() < bound
             if precision == "auto":
                 list(ours.generate("def ", max_tokens=1))

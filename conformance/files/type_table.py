@@ -1,23 +1,21 @@
-"""python -m conformance.files.type_table [TYPE ...]: the loss of the shipped demonstration model in every type of file.
-The table of docs/quantisation.md was made like this from the model as trained.
+"""python -m conformance.files.type_table [--model FILE] [--limit N] [TYPE ...]: what a model loses in every type of file.
 
-Each row: nats per token over the 3025 held-out predictions, and the distance (KL divergence in nats, share of equal
-likeliest tokens) between a device's distributions and the exact decoding of the same file: float32 activations on the
-cpu device.
+The tables of docs/quantisation.md were made like this, from the embedded model as trained and from a published one.
+Each row: nats per token over held-out predictions in exact decoding of the file (float32 activations on cpu), and the
+distance of each device and phase from it: KL divergence in nats, share of equal likeliest tokens.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 import hybrid
 from conformance.files.kquants import write_gguf
-from conformance.support.models import demo, documents, nats
+from conformance.support.models import GOLDEN, demo
 from hybrid.checkpoint import open_checkpoint
+from hybrid.perplexity import FORM_FEED, Measured, encode, measure, read_text
 
 TYPES = (
     "q8_0",
@@ -35,46 +33,47 @@ TYPES = (
     "q3_k",
     "q2_k",
 )
-RUNS = (("cpu", "auto"), ("vulkan", "exact"), ("vulkan", "auto"))
+AUTO = tuple((device, "auto", phase) for device in ("cpu", "vulkan") for phase in ("prompt", "decode"))
+RUNS = (*AUTO, ("vulkan", "exact", "prompt"))
+HEADS = ("file", "MB", "exact decoding", *(f"{device}, {precision}, {phase}" for device, precision, phase in RUNS))
+CHUNK, TOGETHER = 256, 8
 
 
-def logits(path: Path, device: str, precision: str) -> list[tuple[list[int], np.ndarray]]:
-    with hybrid.load(path, device, precision=precision) as model:  # type: ignore[arg-type]
-        return [(ids, model.logits(ids)) for ids in documents(model)]
+def distances(path: Path, limit: int | None = None, runs: tuple[tuple[str, str, str], ...] = RUNS) -> list[Measured]:
+    """The distance of each run from exact decoding on cpu, over the first `limit` chunks of the held-out text."""
+    found = []
+    with hybrid.load(path, "cpu", precision="exact", ctx=CHUNK, slots=TOGETHER) as exact:
+        chunks = encode(exact, read_text(GOLDEN / "held-out.txt", FORM_FEED), CHUNK, True).documents[:limit]
+        for device, precision, phase in runs:
+            with hybrid.load(path, device, precision=precision, ctx=CHUNK, slots=TOGETHER) as model:  # type: ignore[arg-type]
+                found.append(Measured())
+                for at in range(0, len(chunks), TOGETHER):
+                    measure(model, chunks[at : at + TOGETHER], found[-1], exact, phase == "decode")
+    return found
 
 
-def log_softmax(values: np.ndarray) -> np.ndarray:
-    """f64, natural logarithm of the probabilities of each row of logits."""
-    z = values.astype(np.float64) - values.max(-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(-1, keepdims=True))
-
-
-def row(path: Path, types: str) -> str:
-    exact = logits(path, "cpu", "exact")
-    cells = [types, f"{path.stat().st_size / 1e6:.2f}", f"{mean_nats(exact):.4f}"]
-    for device, precision in RUNS:
-        got, kl, same = logits(path, device, precision), [], []
-        for (_, a), (_, b) in zip(exact, got, strict=True):
-            p, q = log_softmax(a), log_softmax(b)
-            kl.append((np.exp(p) * (p - q)).sum(-1))
-            same.append(p.argmax(-1) == q.argmax(-1))
-        cells.append(
-            f"{mean_nats(got):.4f}, {np.concatenate(kl).mean():.1e}, {100 * np.concatenate(same).mean():.1f} %"
-        )
+def row(path: Path, types: str, limit: int | None) -> str:
+    found = distances(path, limit)
+    cells = [types, f"{path.stat().st_size / 1e6:.2f}", f"{found[0].reference_nats.mean:.4f}"]
+    cells += [f"{f.divergence.mean:.1e}, {100 * f.same / f.nats.n:.1f} %" for f in found]
     return "| " + " | ".join(cells) + " |"
 
 
-def mean_nats(runs: list[tuple[list[int], np.ndarray]]) -> float:
-    return float(np.concatenate([nats(z, ids) for ids, z in runs]).mean())
-
-
-def main(wanted: list[str]) -> None:
-    print("| file | MB | exact decoding | " + " | ".join(f"{d}, {p}" for d, p in RUNS) + " |")
-    print("|" + " - |" * (3 + len(RUNS)))
-    with tempfile.TemporaryDirectory() as folder, open_checkpoint(demo("f32")) as source:
-        for types in wanted or TYPES:
-            print(row(write_gguf(source, Path(folder) / f"{types}.gguf", types), types), flush=True)
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m conformance.files.type_table")
+    p.add_argument("types", nargs="*", default=TYPES, metavar="TYPE")
+    p.add_argument("--model", type=Path, metavar="FILE", help="instead of the embedded one; first in its own types")
+    p.add_argument("--limit", type=int, metavar="N", help=f"only the first N chunks of {CHUNK} tokens")
+    args = p.parse_args()
+    print("| " + " | ".join(HEADS) + " |\n|" + " - |" * len(HEADS))
+    if args.model is not None:
+        print(row(args.model, "as published", args.limit), flush=True)
+    with tempfile.TemporaryDirectory() as folder, open_checkpoint(args.model or demo("f32")) as source:
+        for types in args.types:
+            path = write_gguf(source, Path(folder) / f"{types}.gguf", types)
+            print(row(path, types, args.limit), flush=True)
+            path.unlink()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hybrid.core.device import Counters, Program, SingleDevice
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
+from hybrid.core.names import part_of
 from hybrid.core.plan import ALIGN, PURPOSE, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
 from hybrid.kernels.host import nbits
@@ -31,6 +32,37 @@ from hybrid.quant.codec import Value, argument, copy_rows, dequantise, joined, r
 from hybrid.spec.op import load_ops
 
 _AT_ONCE = 1 << 20  # elements that a thread dequantises
+
+
+class Stored(Protocol):
+    """A weight's storage type and shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def weight_bytes(plans: Iterable[Plan], weights: Mapping[str, Stored]) -> int:
+    """Bytes that a cpu device holds of a model's weights where memory allows, libraries as installed. plans: at least a
+    layer of each kind."""
+    ops, by_codes = load_ops(), nbits.unusable() is None
+    int8: dict[str, bool] = {}
+    for plan in plans:
+        for step in plan.steps:
+            for matrix in (plan.tensors[step.args[n]] for n in ops[step.op].matrices):
+                names = map(part_of, matrix.sources or (matrix.name,))
+                int8 |= dict.fromkeys(names, int8_activations(ops[step.op], step, plan))
+    total = 0
+    for name, weight in weights.items():
+        kind, multiplied = DTYPES[weight.dtype], int8.get(part_of(name))
+        if len(weight.shape) == 1:
+            total += kind.nbytes(weight.shape)
+        elif multiplied is not None:
+            codes = multiplied and by_codes and kind.quantised
+            total += nbits.size(weight) if codes else 4 * math.prod(weight.shape)
+    return total
 
 
 class HostDevice(SingleDevice):

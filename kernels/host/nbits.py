@@ -69,8 +69,9 @@ def exact_for(x: Tensor) -> bool:
     return bool((((peak == 127) & (scale > 1e-30) & (scale < 1e30)) | ((peak == 0) & np.isfinite(scale))).all())
 
 
-def size(source: Tensor | Rows | Packed) -> int:
-    """Bytes of a Product: onnxruntime packs codes and two float32 for each block; minima."""
+def size(source: Any) -> int:
+    """Bytes of a Product of a matrix, or of one with such a `dtype` and `shape`: onnxruntime packs codes and two float32
+    for each block; minima."""
     return sum(
         math.prod(piece.shape) * _Form.of(DTYPES[piece.dtype]).bits_held // 8
         for piece in (source.tensors if isinstance(source, Rows) else (source,))
