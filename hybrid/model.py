@@ -76,7 +76,7 @@ def load(
     activations (default: enough for `slots` full contexts).
     chunk: rows of a prefill pass (default: by the device).
     deterministic: bit-identical results, independent of prompt chunks and other requests; slower.
-    profile: time every step. progress: show a progress bar.
+    profile: time every step. progress: show a progress bar, if it takes more than a second.
     npu: run a schedule's NPU steps on the hardware, or on its simulator.
     draft: speculative decoding with a smaller model with the same tokenizer, or with "lookup" (prompt lookup by
     n-grams). The generated text does not change.
@@ -101,13 +101,13 @@ def load(
         chunk=chunk,
         deterministic=deterministic,
         profile=profile,
-        progress=progress,
     )
     clock = LoadClock()
-    with clock.phase("open"):
+    with clock.phase("open"):  # which may show how a file is fetched
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     try:
-        made = ready(checkpoint, device, schedule, config, clock, npu, warm, queue, prove)
+        with clock.shown(progress):
+            made = ready(checkpoint, device, schedule, config, clock, npu, warm, queue, prove)
         try:
             if drafts:
                 k = drafts if isinstance(speculate, int) else None

@@ -234,12 +234,12 @@ def test_a_load_holds_little_on_the_host(devices: Devices, tmp_path: Path) -> No
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before, most = resident(), 0
 
-        def sample() -> None:
+        def sample(share: float) -> None:
             nonlocal most
             most = max(most, sum(device.memory().values()) if shared else device.memory()["staging"])
 
         up = device.counters.bytes_up
-        upload(checkpoint, device, decls, types, False, sample)
+        upload(checkpoint, device, decls, types, sample)
         peak = resident()["peak"] - before["anonymous"] - before["file"] - before["shared"] - most
         assert device.counters.bytes_up - up > 220e6
         assert checkpoint.file_bytes > 220e6 and peak < checkpoint.file_bytes / 8 + (16 << 20), f"{peak / 1e6:.0f} MB"

@@ -259,7 +259,7 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
     """An engine with enough context for the longest test."""
-    from hybrid.engine.loading import EngineConfig
+    from hybrid.engine.loading import EngineConfig, LoadClock
     from hybrid.engine.loop import Engine
 
     depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
@@ -280,9 +280,10 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         chunk=args.chunk,
         n_tokens=checkpoint.hparams.vocab,
         deterministic=args.deterministic,
-        progress=True,
     )
-    return Engine(checkpoint, device, config, schedule=schedule)
+    clock = LoadClock()
+    with clock.shown(True):
+        return Engine(checkpoint, device, config, schedule=schedule, clock=clock)
 
 
 def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> Iterator[Row]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
@@ -18,7 +17,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.checkpoint.classes import AS_STORED, class_of
 from hybrid.checkpoint.families import is_exact
 from hybrid.checkpoint.random import random_checkpoint
-from hybrid.cli.progress import progress_bar
+from hybrid.cli.progress import Advance, progress_bar
 from hybrid.core.device import Device
 from hybrid.core.dtypes import CACHE_CHOICES, DTYPES, WEIGHT_TYPES, WRITABLE_TYPES, CacheChoice, requantises
 from hybrid.core.hparams import HParams
@@ -94,8 +93,6 @@ class EngineConfig:
     """Most drafts of a pass (hybrid/engine/speculation.py)."""
     profile: bool = False
     """Time every step (Runner.trace); waits after each pass."""
-    progress: bool = False
-    """A progress bar on standard error while weights load."""
 
     def __post_init__(self) -> None:
         for name, known in (("kv", CACHE_CHOICES), ("precision", get_args(PrecisionName))):
@@ -309,27 +306,23 @@ def upload(
     device: Device,
     decls: Iterable[TensorDecl],
     types: Mapping[str, WeightInfo],
-    progress: bool = True,
-    stored: Callable[[], object] = lambda: None,
+    stored: Callable[[float], object] = lambda share: None,
     plans: Iterable[Plan] = (),
 ) -> tuple[Reencoded, ...]:
     """Upload every weight, reading and converting a few rows at a time. Returns the re-encoded tensors.
 
-    Shows progress after one second. `stored` is called after each tensor. plans: will use the weights.
+    `stored` is called after each tensor with the share that is done. plans: will use the weights.
     """
     changed: dict[str, float] = {}
     decls = list(decls)
-    total = sum(d.nbytes for d in decls)
-    with contextlib.ExitStack() as held:
-        advance = held.enter_context(progress_bar(total, "weights", False, "B", after=1.0)) if progress else None
-        with device.loading(sum(d.data_bytes for d in decls), plans):
-            for decl in decls:
-                sources = decl.sources or (decl.name,)
-                makers = [m for s in sources for m in _makers(checkpoint, s, types[s].dtype, changed)]
-                device.store(decl, parts=makers)
-                stored()
-                if advance is not None:
-                    advance(decl.nbytes)
+    total, done = sum(d.nbytes for d in decls), 0
+    with device.loading(sum(d.data_bytes for d in decls), plans):
+        for decl in decls:
+            sources = decl.sources or (decl.name,)
+            makers = [m for s in sources for m in _makers(checkpoint, s, types[s].dtype, changed)]
+            device.store(decl, parts=makers)
+            done += decl.nbytes
+            stored(done / total)
     return summary((checkpoint.dtype(n), types[n].dtype, types[n].shape, rounding) for n, rounding in changed.items())
 
 
@@ -422,22 +415,49 @@ class Load:
         return f"load: {self.total_seconds:.2f} s ({phases}), peak host memory {self.peak_host / _GIB:.2f} GiB{own}"
 
 
+SHARES = {"open": 10, "tokenizer": 20, "device": 5, "plan": 3, "cache": 2, "weights": 50, "pipelines": 10}
+"""Percent of a load's progress bar by phase."""
+
+
 class LoadClock:
-    """Collects a Load. Phases do not nest."""
+    """Collects a Load, and shows its progress. Phases do not nest."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.bytes_up = 0
         self._anonymous: int | None = None
+        self._bar: Advance | None = None
+        self._phase, self._before, self._shown = "", 0, 0  # percent before the phase, and shown
+
+    @contextmanager
+    def shown(self, wanted: bool) -> Iterator[None]:
+        """Show the phases within as one progress bar, if they take more than a second."""
+        with progress_bar(100, "load", False, "%", after=1.0) if wanted else nullcontext(None) as self._bar:
+            self.part(0.0)
+            try:
+                yield
+            finally:
+                self._bar = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin, self._phase = time.perf_counter(), name
+        if self._bar is not None:
+            self._bar.name(name)
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-            self.sample()
+            self.part(1.0)
+            self._before, self._phase = self._before + SHARES.get(name, 0), ""
+
+    def part(self, share: float) -> None:
+        """Note the share of the phase that is done."""
+        self.sample()
+        percent = self._before + int(share * SHARES.get(self._phase, 0))
+        if self._bar is not None and percent > self._shown:
+            self._bar(percent - self._shown)
+            self._shown = percent
 
     def sample(self) -> None:
         """Sample the resident memory."""
@@ -450,13 +470,7 @@ class LoadClock:
 
 
 def load_tensors(
-    checkpoint: Checkpoint,
-    device: Device,
-    target: Target,
-    sizes: PassSizes,
-    plans: Sequence[Plan],
-    clock: LoadClock,
-    progress: bool,
+    checkpoint: Checkpoint, device: Device, target: Target, sizes: PassSizes, plans: Sequence[Plan], clock: LoadClock
 ) -> tuple[Reencoded, ...]:
     """Store every tensor that outlives a pass of `plans` (the largest of each kind); reserve activations, and kernel scratch
     for all `sizes`. Returns the re-encoded tensors."""
@@ -474,7 +488,7 @@ def load_tensors(
     weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope"]
     before = device.counters.bytes_up
     with clock.phase("weights"):
-        reencoded = upload(checkpoint, device, weights, target.weights, progress, clock.sample, plans)
+        reencoded = upload(checkpoint, device, weights, target.weights, clock.part, plans)
     clock.bytes_up = device.counters.bytes_up - before
     return reencoded
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint
-from hybrid.cli.progress import tracked
 from hybrid.core.device import Counters, Device, Program
 from hybrid.core.errors import SpecError
 from hybrid.core.plan import (
@@ -263,9 +262,7 @@ class Runner:
         self.spans = SPANS_TENSOR in stored
         """Whether the schedule supports bidirectional spans (SPANS_TENSOR)."""
         self._spanned = set[int]()  # slots with spans
-        self.reencoded = load_tensors(
-            checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress
-        )
+        self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock)
         """Matrices that were re-encoded in a type that the device supports."""
 
     def limits(self, queue: int) -> Limits:
@@ -340,12 +337,13 @@ class Runner:
             self.program("prefill", rows, outs, options={*options, "verify"})
 
     def warm(self, draft: bool = False) -> None:
-        """Compile all programs of plain requests, with a progress bar. On cpu nothing is compiled."""
+        """Compile all programs of plain requests. On cpu nothing is compiled."""
         if self.device.backend == "cpu":
             return
         wanted = warm_programs(self.sizes, draft)
-        for phase, rows, outs, options in tracked(wanted, "plans") if self.config.progress else wanted:
+        for i, (phase, rows, outs, options) in enumerate(wanted, 1):
             self.program(phase, rows, outs, options=options)
+            self.clock.part(i / len(wanted))
 
     def _largest_plans(self) -> list[Plan]:
         """Plans that together declare every tensor at its largest and need the largest arena."""

@@ -123,7 +123,10 @@ def compiled(share: int = 1) -> dict[str, tuple[Table, dict[str, bool]]]:
     have that table's rows, as the same compiler makes the same code of the same SPIR-V."""
     found, here = {}, installed()
     with progress_bar(len(here), "kernels for gfx1103", False, "drivers", after=1.0) as advance:
-        tables = [(mesa.table(share, TABLES), advance(1))[0] for mesa in here]
+        tables = []
+        for mesa in here:
+            tables.append(mesa.table(share, TABLES))
+            advance(1)
     for data in tables:
         version = version_of(data["driver"])
         rows = {name: summary(kernel) for name, kernel in data["kernels"].items()}

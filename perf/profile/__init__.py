@@ -137,7 +137,7 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
 def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Everything as plain data."""
     from hybrid.bench.probe import probe
-    from hybrid.engine.loading import EngineConfig
+    from hybrid.engine.loading import EngineConfig, LoadClock
     from hybrid.engine.loop import Engine
 
     with ExitStack() as held:
@@ -158,9 +158,10 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             n_tokens=checkpoint.hparams.vocab,
             slots=args.batch,
             profile=True,
-            progress=True,
         )
-        engine = Engine(checkpoint, device, config, schedule=schedule)
+        clock = LoadClock()
+        with clock.shown(True):
+            engine = Engine(checkpoint, device, config, schedule=schedule, clock=clock)
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
             "schema": SCHEMA,
