@@ -64,8 +64,10 @@ def name() -> str:
 def exact_for(x: Tensor) -> bool:
     """Whether rounding x again gives its codes: each block has a code of 127 (as encoders make them) and a scale of
     ordinary size, or only zeros."""
-    codes, scale = x.parts[0].reshape(-1, BLOCK), x.parts[1].reshape(-1, 2)[:, 0]
-    peak = np.maximum(np.maximum.reduce(codes, axis=1), -np.minimum.reduce(codes, axis=1))
+    codes, scale = np.abs(x.parts[0]).reshape(-1, BLOCK), x.parts[1].reshape(-1, 2)[:, 0]
+    peak = np.maximum.reduce(codes, axis=1)
+    if np.minimum.reduce(peak) == 127 and 1e-30 < np.minimum.reduce(scale) <= np.maximum.reduce(scale) < 1e30:
+        return True
     return bool((((peak == 127) & (scale > 1e-30) & (scale < 1e30)) | ((peak == 0) & np.isfinite(scale))).all())
 
 
@@ -98,18 +100,18 @@ class Product:
 
     def __call__(self, x: Tensor) -> np.ndarray:
         """float32 x @ w.T. x: q8_act, `exact_for` it."""
-        values, y, threads = dequantise(x), np.empty((x.shape[0], self.shape[0]), np.float32), self.threads()
+        values, threads = dequantise(x), self.threads()
+        if len(self._parts) == 1 and (threads == 1 or len(values) <= _ROWS):
+            return self._parts[0][2](x, values)
+        y = np.empty((len(values), self.shape[0]), np.float32)
         step = max(_ROWS, -(-x.shape[0] // threads // _ROWS) * _ROWS)
-        tasks = [
-            partial(part, x.rows(i, i + step), values[i : i + step], y[i : i + step, a:b])
-            for a, b, part in self._parts
-            for i in range(0, len(values), step)
-        ]
-        if threads > 1 and len(tasks) > 1:
-            list(_pool(threads).map(lambda task: task(), tasks))
-        else:
-            for task in tasks:
-                task()
+        tasks = [(y[i : i + step, a:b], part, i) for a, b, part in self._parts for i in range(0, len(values), step)]
+
+        def run(task: tuple[np.ndarray, _Part, int]) -> None:
+            out, part, i = task
+            out[...] = part(x.rows(i, i + step), values[i : i + step])
+
+        list((_pool(threads).map if threads > 1 and len(tasks) > 1 else map)(run, tasks))
         return y
 
 
@@ -155,19 +157,19 @@ class _Part:
         model = _model(n, k * self._copies, form.bits, {what: np.concatenate(pieces) for what, pieces in given.items()})
         self._session = _session(model)
 
-    def __call__(self, x: Tensor, values: np.ndarray, out: np.ndarray) -> None:
+    def __call__(self, x: Tensor, values: np.ndarray) -> np.ndarray:
         given = np.concatenate([values] * self._copies, axis=1) if self._copies > 1 else values
-        (y,) = self._session.run(None, {"x": given})
+        y: np.ndarray = self._session.run(None, {"x": given})[0]
         if self._minima is None:
-            out[...] = y
-            return
+            return y
         scales = x.parts[1].reshape(len(values), -1, 2)
         if self._group == BLOCK:
             sums = scales[:, :, 1]
         else:
             each = x.parts[0].reshape(len(values), -1, self._copies, self._group).sum(axis=3, dtype=np.int32)
             sums = (each * scales[:, :, :1]).reshape(len(values), -1).astype(np.float32)
-        np.add(y, sums @ self._minima, out=out)
+        y += sums @ self._minima
+        return y
 
 
 def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
