@@ -17,6 +17,11 @@ from hybrid.cli import Parser, run
 
 State = Literal["ok", "missing", "optional"]
 PACKAGES = ("numpy", "pydantic", "vulkan", "gguf", "jinja2", "tqdm", "threadpoolctl")
+EXTRAS = {
+    "slangpy": ("shader compiler", "kernels", "only needed to change shaders"),
+    "onnxruntime": ("cpu", "cpu", "makes the device cpu faster and smaller"),
+    "huggingface_hub": ("models", "hub", "fetches models by their name"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +46,20 @@ def findings() -> Iterator[Finding]:
         "install Python 3.10 or newer",
     )
     for name in PACKAGES:
-        yield _package(name, "python", "missing")
-    yield _package("slangpy", "shader compiler", "optional")
+        yield _package(name, "python", f"pip install {name}", "missing")
+    for name, (area, extra, why) in EXTRAS.items():
+        yield _package(name, area, f"{why}: pip install 'hybrid-kernels[{extra}]'", "optional")
     yield _embedded()
     yield from _vulkan()
     yield from _npu()
     yield _memory()
 
 
-def _package(name: str, area: str, otherwise: State) -> Finding:
+def _package(name: str, area: str, fix: str, otherwise: State) -> Finding:
     try:
         return Finding(area, name, "ok", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        why = "only needed to change shaders: " if otherwise == "optional" else ""
-        extra = "pip install 'hybrid-kernels[kernels]'" if otherwise == "optional" else f"pip install {name}"
-        return Finding(area, name, otherwise, "not installed", why + extra)
+        return Finding(area, name, otherwise, "not installed", fix)
 
 
 def _embedded() -> Finding:
