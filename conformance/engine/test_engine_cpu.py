@@ -15,6 +15,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.errors import ContextExceeded, SpecError
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
+from hybrid.kernels.host import nbits
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.spec.schedule import find_schedule
 
@@ -109,7 +110,8 @@ def test_a_step_of_decoding_costs_few_calls(tmp_path):
         made.drive_step()
     finally:
         sys.setprofile(None)
-    assert 0 < calls <= 26 * len(made.runner.plan("decode", 1, 1).steps) + 100, calls
+    each = 26 if nbits.unusable() == "" else 38  # a product of onnxruntime's checks what it is given
+    assert 0 < calls <= each * len(made.runner.plan("decode", 1, 1).steps) + 100, calls
 
 
 def test_the_same_seed_gives_the_same_text_and_another_another(tmp_path):
