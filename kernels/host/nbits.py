@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -151,10 +151,10 @@ class _Part:
         form = _Form.of(DTYPES[source.dtype])
         (n, k), self._copies = source.shape, BLOCK // form.group
         codes, scales, zeros, minima = zip(*(_coded(unpacked(piece), form) for piece in source.tensors), strict=True)
-        self._minima = np.ascontiguousarray(np.concatenate(minima).T) if form.minima else None
+        self._minima = np.ascontiguousarray(_joined(minima).T) if form.minima else None
         self._group = form.group
         given = {"w": codes, "scales": scales, "zeros": zeros}
-        model = _model(n, k * self._copies, form.bits, {what: np.concatenate(pieces) for what, pieces in given.items()})
+        model = _model(n, k * self._copies, form.bits, {what: _joined(pieces) for what, pieces in given.items()})
         self._session = _session(model)
 
     def __call__(self, x: Tensor, values: np.ndarray) -> np.ndarray:
@@ -172,6 +172,10 @@ class _Part:
         return y
 
 
+def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
     """Codes u8 [N, copies * K * bits / 8], scales f32 and zero points u8 [N, copies * K / 32], and minima f32 [N, K /
     group] (empty without them)."""
@@ -179,7 +183,9 @@ def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
     parts = [p.reshape(n * k // w.type.block, -1) for p in w.parts]
     q = integers(w.dtype, parts).reshape(n, k).view(np.uint8)  # modulo 256: also with the centre
     scale, minimum = factors(w.dtype, parts, np.float32)
-    scale = np.repeat(scale.reshape(n, -1), k // form.group // (scale.size // n), axis=1)
+    scale = scale.reshape(n, -1)
+    if (each := k // form.group // scale.shape[1]) > 1:
+        scale = np.repeat(scale, each, axis=1)
     least = np.float32(form.centre) * scale if form.minima else np.empty((n, 0), np.float32)
     if minimum is not None:
         least += np.repeat(minimum.reshape(n, -1), scale.size // minimum.size, axis=1)
