@@ -22,6 +22,7 @@ import numpy as np
 
 from hybrid.core.dtypes import DTYPES, DType
 from hybrid.core.tensor import Packed, Rows, Tensor, unpacked
+from hybrid.kernels.host.threads import processors
 from hybrid.quant.blocks import factors, integers
 from hybrid.quant.codec import BLOCK, dequantise, row_blocks
 
@@ -93,8 +94,7 @@ class Product:
             for a, b in row_blocks(group.shape[0], group.shape[1], _AT_ONCE):
                 makers.append((at + a, at + b, partial(_Part, group.rows(a, b))))
             at += group.shape[0]
-        with ThreadPoolExecutor() as workers:
-            self._parts = list(workers.map(lambda made: (made[0], made[1], made[2]()), makers))
+        self._parts = list(_pool(processors()).map(lambda made: (made[0], made[1], made[2]()), makers))
 
         self.nbytes = size(source)
 
