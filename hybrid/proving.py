@@ -449,7 +449,7 @@ def first_load(device: VulkanDevice, subject: Subject) -> bool:
 def load_digest(subject: Subject) -> str:
     """Digest of what decides a load's plans."""
     checkpoint, schedule = subject.checkpoint, subject.schedule
-    config = replace(subject.config, progress=False, profile=False)
+    config = replace(subject.config, profile=False)
     types = [(name, checkpoint.dtype(name), tuple(checkpoint.shape(name))) for name in sorted(checkpoint.names)]
     text = repr((config, checkpoint.hparams, types, schedule and schedule.model_dump_json()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -72,7 +72,7 @@ def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
 def places(env: Mapping[str, str] = os.environ) -> list[Path]:
     """The folders that are searched."""
     home = Path(env.get("HOME") or Path.home())
-    return [*_hubs(env, home), *_stores(env, home), *_folders(env, home)]
+    return [*hubs(env), *_stores(env, home), *_folders(env, home)]
 
 
 def _everywhere(env: Mapping[str, str]) -> Iterator[Found]:

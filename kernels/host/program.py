@@ -71,8 +71,9 @@ class HostProgram:
 
 
 def int8_activations(spec: Any, step: Step, plan: Plan) -> bool:
-    """Whether the matrices of a step multiply int8 activations."""
-    return any(plan.tensors[step.args[n]].dtype == "q8_act" for n in (*spec.inputs, *spec.scratch))
+    """Whether the matrices of a step multiply int8 activations, each as a whole: not one expert's part of them."""
+    stacked = any(axis.role == "experts" for axis in spec.axes.values())
+    return not stacked and any(plan.tensors[step.args[n]].dtype == "q8_act" for n in (*spec.inputs, *spec.scratch))
 
 
 class _Bound:
