@@ -134,7 +134,9 @@ def packed_scales(packing: str, scales: np.ndarray) -> np.ndarray:
 
 
 def _fifths(codes: np.ndarray, high: np.ndarray, place: int = 4) -> None:
-    bits = np.ascontiguousarray(high).view(np.uint32) >> np.arange(8, dtype=np.uint32)  # word k of a block: 4k to 4k+3
+    bits = np.ascontiguousarray(high).view(np.uint32).reshape(-1, 1) >> np.arange(
+        8, dtype=np.uint32
+    )  # word k of a block: 4k to 4k+3
     words = codes.view(np.uint32).reshape(-1, 8)
     words |= (bits.reshape(words.shape) & np.uint32(0x01010101)) << np.uint32(place)
 

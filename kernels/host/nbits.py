@@ -136,7 +136,7 @@ class _Form:
     def of(cls, kind: DType) -> _Form:
         low, high = kind.integers
         bits = 4 if high - low < 16 else 8
-        centre = low + 8 if bits == 4 else (low + high + 1) // 2 if low >= 0 else 0
+        centre = low + (high - low + 1) // 2 if bits == 4 else (low + high + 1) // 2 if low >= 0 else 0
         return cls(bits, min(kind.group, BLOCK), centre, kind.minimum or centre != 0)
 
     @property
