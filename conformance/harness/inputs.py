@@ -55,6 +55,9 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
         return Tensor.of(np.concatenate([order, np.full((shape[0] - count, shape[1]), DEAD_INDEX)]).astype(np.int32))
     if t.domain is not None and t.domain.dist == "spans":
         return Tensor.of(_spans(case, name, shape[0]))
+    if t.domain is not None and t.domain.dist == "order":
+        parts = _spans(case, "spans", spec.shape("spans", case.bind)[0]).astype(np.int64)
+        return Tensor.of(_padded(np.repeat(np.arange(len(parts), dtype=np.int32), parts[:, 1] - parts[:, 0]), shape[0]))
     if name == "block_table":
         return Tensor.of(
             block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring")

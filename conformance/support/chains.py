@@ -60,7 +60,7 @@ GATE_STEPS = (
 # the choice of a row's experts, the order of rows by expert, and their norms in it
 ROUTE_STEPS = (
     ("top_experts", {"logits": "logits", "expert_scale": "scales", "experts": "experts", "gates": "gates"}),
-    ("group_experts", {"experts": "experts", "places": "places", "spans": "spans", "pairs": "pairs"}),
+    ("group_experts", {"experts": "experts", "places": "places", "order": "order", "spans": "spans", "pairs": "pairs"}),
     ("expert_rows", {"x": "r", "w": "w_experts", "places": "places", "y": "ex"}),
 )
 # a product and the step that adds its partials

@@ -202,9 +202,11 @@ class Domain(Model):
         "runs",
         "places",
         "spans",
+        "order",
         "zeros",
     ]
-    """places: a permutation of the live pairs. spans: consecutive parts of the live rows, some of them empty."""
+    """places: a permutation of the live pairs. spans: consecutive parts of the live rows, some of them empty; order:
+    the part of each row."""
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None

@@ -23,15 +23,18 @@ def top_experts(
     return experts.astype(np.int32), gates
 
 
-def group_experts(*, experts: np.ndarray, e: int, real: Real = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """places i32 [T,K] of the pairs in a stable order by expert; spans u32 [X,2]: first place of each expert, and the
-    one after its last; pairs u32 [1]: their number."""
+def group_experts(
+    *, experts: np.ndarray, e: int, real: Real = np.float64
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """places i32 [T,K] of the pairs in a stable order by expert; order i32 [T*K]: the expert of each place; spans u32
+    [X,2]: first place of each expert, and the one after its last; pairs u32 [1]: their number."""
     order = np.argsort(experts.reshape(-1), kind="stable")
     places = np.empty(experts.size, np.int32)
     places[order] = np.arange(experts.size, dtype=np.int32)
     ends = np.cumsum(np.bincount(experts.reshape(-1), minlength=e))
     spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=-1)
-    return places.reshape(experts.shape), spans.astype(np.uint32), np.array([experts.size], np.uint32)
+    count = np.array([experts.size], np.uint32)
+    return places.reshape(experts.shape), experts.reshape(-1)[order], spans.astype(np.uint32), count
 
 
 def expert_rows(
@@ -48,6 +51,7 @@ def expert_ffn(
     *,
     x: Value,
     spans: np.ndarray,
+    order: np.ndarray,
     w_gate_up: Value,
     w_down: Value,
     h_dtype: str = "f32",

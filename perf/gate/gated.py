@@ -49,7 +49,7 @@ def plans() -> Numbers:
             found[f"{name}.{key}.flops"] = work.flops
         for key, model in (("memory", plain), ("units.memory", units)):
             found |= {f"{name}.{key}.{purpose}": size for purpose, size in model.held(1, 4096).as_dict().items()}
-    for name in ("gemma3-4b", "gemma3-27b", "gemma3n-e2b", "gemma4-e2b", "gemma4-e4b", "gemma4-31b"):
+    for name in ("gemma3-4b", "gemma3-27b", "gemma3n-e2b", "gemma4-e2b", "gemma4-e4b", "gemma4-31b", "gemma4-26b-a4b"):
         large, device = subject(name, "q4_0", capabilities=CAPABILITIES), hopper()
         assert isinstance(large, Planned)
         for rows in (1, 32):

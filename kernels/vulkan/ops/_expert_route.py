@@ -15,7 +15,7 @@ MOST_KEYS, MOST_PAIRS, MOST_CHOSEN = 2048, 256, 64  # of expert_route.slang: log
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """experts, gates and places [T,K], spans [X,2] and the pairs' number, and the norms of x [T,H] at their places.
+    """experts, gates and places [T,K], order [T*K], spans [X,2] and the pairs' number, and the norms of x [T,H] at their places.
 
     False where the steps are unconnected, their rows' logits or choices do not fit into shared memory, or a result
     overwrites an input that another workgroup may not have read yet."""
@@ -33,7 +33,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     reads += [p for name in ("x", "w") for p in third[name].parts]
     made = [
         *(p for name in ("experts", "gates") for p in first[name].parts),
-        *(p for name in ("places", "spans", "pairs") for p in second[name].parts),
+        *(p for name in ("places", "order", "spans", "pairs") for p in second[name].parts),
         *y.parts,
     ]
     if any(a.overlaps(b) for a in made for b in reads):

@@ -21,6 +21,8 @@ from hybrid.kernels.vulkan.ops._linear import (
 from hybrid.kernels.vulkan.recorder import GridAxis, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
+ROWWISE = 2  # of grouped.slang
+
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the step's scratch tensor, each row by the matrices
@@ -29,7 +31,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     Two products where gate and up are in one chunk and h has the activation type of x; otherwise gate and up go through
     a temporary f32 [T,2F]."""
     x, h, gate_up = t["x"], t["h"], t["w_gate_up"]
-    grouped = Grouped(rec, step, t["spans"].parts[0])
+    grouped = Grouped(rec, step, t["spans"].parts[0], t["order"].parts[0])
     if len(gate_up.chunks) == 1 and x.dtype == h.dtype:
         grouped.product("ffn_up", x, gate_up, h.parts, step.bind["F"])
     else:
@@ -40,10 +42,11 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 
 
 class Grouped:
-    """Records the products of a step. Tiles of one height are listed once, by a dispatch before their first product."""
+    """Records the products of a step. Tiles of one height are listed once, by a dispatch before their first product;
+    tiles of one row need no list."""
 
-    def __init__(self, rec: Recorder, step: Step, spans: Slice) -> None:
-        self.rec, self.extent, self.spans = rec, step.extent, spans
+    def __init__(self, rec: Recorder, step: Step, spans: Slice, order: Slice) -> None:
+        self.rec, self.extent, self.spans, self.order = rec, step.extent, spans, order
         self.rows, self.experts = step.bind["T"], step.bind["X"]
         self.mean = -(-self.rows // min(self.experts, self.rows))
         """Rows of an expert, where all are chosen as often."""
@@ -91,9 +94,10 @@ class Grouped:
                 more, beside = struct.pack("<2I", across, 1), (out[0], out[0])
         elif self.mean <= GEMV_TOKENS:
             use = gemv(rec, family, w.dtype, x.dtype, self.mean, n, k)
-            kernel = rec.kernel(f"{family}.gemv.{w.dtype}.{x.dtype}", GROUPED=1, **use)
+            alone = use["TOKENS"] == 1
+            kernel = rec.kernel(f"{family}.gemv.{w.dtype}.{x.dtype}", GROUPED=ROWWISE if alone else 1, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS
-            tiles, most = self.tiles(use["TOKENS"])
+            tiles, most = (self.order, self.rows) if alone else self.tiles(use["TOKENS"])
             groups, further = wide(-(-n // (GEMV_FFN_OUTS if family == "ffn_up" else per)))
             grid = (groups, most, further)
         else:
