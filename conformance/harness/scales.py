@@ -117,6 +117,13 @@ def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
     return {"sum": terms, "y": np.abs(call.refs["y"])}
 
 
+@_of("router")
+def _router(call: Call) -> dict[str, np.ndarray]:
+    v = call.values
+    normed = np.abs(rms(v["x"], call.attrs["eps"]) * v["scale"])
+    return {"logits": normed @ np.abs(v["w"]).T}
+
+
 @_of("expert_add")
 def _expert_add(call: Call) -> dict[str, np.ndarray]:
     """Errors of the experts' sum reach the norms in proportion to its terms."""

@@ -11,6 +11,13 @@ from hybrid.kernels.oracle.norm import rms, rmsnorm
 from hybrid.quant.codec import Real, Value, argument, round_into, rows
 
 
+def router(
+    *, x: np.ndarray, scale: np.ndarray, w: np.ndarray, eps: float, real: Real = np.float64
+) -> tuple[np.ndarray]:
+    """logits[T,X] = (rms(x[T,H]) * scale[H]) @ w[X,H].T."""
+    return linear(x=rmsnorm(x=x, w=scale, eps=eps, real=real)[0], w=w, real=real)
+
+
 def top_experts(
     *, logits: np.ndarray, expert_scale: np.ndarray, k: int, scale: float, real: Real = np.float64
 ) -> tuple[np.ndarray, np.ndarray]:
