@@ -12,14 +12,15 @@ from hybrid.kernels.vulkan.ops.rmsnorm import row_sizes
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
-FEW, EXPERTS = 32, 8  # rows that read the whole matrix each; experts of a workgroup, as in router.slang
+FEW = 32  # rows that read the whole matrix each
+EXPERTS, PARTS = 2, 4  # of router.slang: experts of a workgroup, and subgroups of each
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """logits f32 [T,X] = (rms(x) * scale) @ w.T, for the live rows. Many rows are normed first."""
     rows, hidden, experts = (step.bind[axis] for axis in ("T", "H", "X"))
     x, scale, device, extent = t["x"], t["scale"].parts, rec.device, CONTROL[step.extent]
-    threads = EXPERTS * device.subgroup_size
+    threads = EXPERTS * PARTS * device.subgroup_size
     if rows <= FEW and len(t["w"].chunks) == 1 and threads <= device.max_threads:
         rec.dispatch(
             rec.kernel("router", SUBGROUP=device.subgroup_size, WG=threads),
