@@ -14,6 +14,7 @@ from hybrid.harness.sizes import attributes, base_bind, complete, granule, round
 from hybrid.spec import OpSpec
 from hybrid.spec.axes import roles
 from hybrid.spec.expr import Expr
+from hybrid.spec.fields import Edge
 
 WORKLOAD_FLOPS, WORKLOAD_BYTES = 60_000_000, 12_000_000  # largest named workload of the short profile
 NOT_F16 = ("large", "outlier", "max_scale_block", "saturated", "tiny")  # float16 results cannot hold these
@@ -29,33 +30,34 @@ def edge_cases(
     for i, text in enumerate(spec.edges):
         if text in excepted:
             continue
-        target, value = (p.strip() for p in text.split("=", 1))
-        fixed = frozenset({target}) & spec.axes.keys()
+        settings = Edge.settings(text)
+        fixed = frozenset(n for n, _ in settings if n in spec.axes)
+        kinds = {n: v for name, v in settings if name in spec.tensors for n in TOGETHER.get(v, (name,))}
         bind = base_bind(spec)
-        if target in spec.axes:
-            size = (
-                roles()[spec.axes[target].role].prime or 0  # there is one: hybrid/spec/opcheck.py
-                if value == "prime"
-                else Expr(value).eval({**bind, "tile": tile_of(spec, target)})
-            )
-            bind[target] = int(size)
-        suited = _suited(spec, choices, target, value, i if start is None else start)
+        for name, value in settings:
+            if name in spec.axes:
+                size = (
+                    roles()[spec.axes[name].role].prime or 0  # there is one: hybrid/spec/opcheck.py
+                    if value == "prime"
+                    else Expr(value).eval({**bind, "tile": tile_of(spec, name)})
+                )
+                bind[name] = int(size)
+        suited = _suited(spec, choices, kinds, i if start is None else start)
         dtypes = next((c for c in suited if all(bind[a] % granule(spec, a, c) == 0 for a in fixed)), None)
         if dtypes is None:  # none has blocks of this size
             continue
         bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
-        attrs = attributes(spec, bind, i if target in spec.axes else 0)
-        if target in spec.attributes:
-            number = Expr(value).eval({**bind, **attrs})
-            attrs[target] = int(number) if spec.attributes[target].type == "int" else float(number)
-        if value == "window_edge":
+        attrs = attributes(spec, bind, i if fixed else 0)
+        if "window" in attrs and "window_edge" in kinds.values():
             attrs["window"] = 2 * bind["BS"] - 1
-        if (
-            value == "ring" and "window" in attrs and spec.state
-        ):  # appended positions overwrite positions outside the window
-            attrs["window"] = -(-bind["MB"] // 2) * bind["BS"]
-        kinds = dict.fromkeys(TOGETHER.get(value, (target,)), value) if target in spec.tensors else {}
-        yield text, whole(spec, bind, dtypes, attrs, seed=i, kinds=kinds, style=STYLE.get(value, "ragged"))
+        if "window" in attrs and "ring" in kinds.values() and spec.state:
+            attrs["window"] = -(-bind["MB"] // 2) * bind["BS"]  # appended positions overwrite those outside of it
+        for name, value in settings:
+            if name in spec.attributes:
+                number = Expr(value).eval({**bind, **attrs})
+                attrs[name] = int(number) if spec.attributes[name].type == "int" else float(number)
+        style = next((STYLE[v] for v in kinds.values() if v in STYLE), "ragged")
+        yield text, whole(spec, bind, dtypes, attrs, seed=i, kinds=kinds, style=style)
 
 
 def workload_cases(spec: OpSpec, backend: str, long: bool) -> Iterator[tuple[str, Case]]:
@@ -179,14 +181,14 @@ def one_each(choices: tuple[Mapping[str, str], ...]) -> tuple[Mapping[str, str],
 
 
 def _suited(
-    spec: OpSpec, choices: tuple[Mapping[str, str], ...], target: str, value: str, start: int
+    spec: OpSpec, choices: tuple[Mapping[str, str], ...], kinds: Mapping[str, str], start: int
 ) -> Iterator[Mapping[str, str]]:
-    """Dtype combinations that support an edge value, beginning at the start-th."""
+    """Dtype combinations that support kinds of values, beginning at the start-th."""
     results = [n for n in spec.tensors if n not in spec.inputs]
     for i in range(len(choices)):
         c = choices[(start + i) % len(choices)]
-        if value in NOT_F16 and any(c[n] == "f16" for n in results):
+        if any(kind in NOT_F16 for kind in kinds.values()) and any(c[n] == "f16" for n in results):
             continue
-        if value.endswith("_block") and not DTYPES[c[target]].quantised:
+        if any(kind.endswith("_block") and not DTYPES[c[n]].quantised for n, kind in kinds.items()):
             continue
         yield c

@@ -30,6 +30,7 @@ from hybrid.harness.sizes import fits
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec import OpSpec, load_ops
 from hybrid.spec.axes import roles
+from hybrid.spec.fields import Edge
 
 SPECS = load_ops()
 PRIME = roles()["tokens"].prime or 0
@@ -176,7 +177,7 @@ def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     choices = combinations(spec.name, backend) if spec.name in AS_LINEAR else ()
     start = int(kernels_digest(), 16) if backend == "vulkan" and spec.name in ONE_TYPE and not LONG else None
     found = edge_cases(spec, backend, choices, start)
-    return (f for f in found if f[0].partition("=")[0].strip() not in static and f[0] not in varied)
+    return (f for f in found if f[0] not in varied and not any(n in static for n, _ in Edge.settings(f[0])))
 
 
 @pytest.mark.width

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from conformance.support.devices import spy_kernels
 from conformance.support.paths import ROOT
 from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
-from hybrid.harness.fixed import dtype_cases, one_each, variant_cases
+from hybrid.harness.fixed import dtype_cases, edge_cases, one_each, variant_cases
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.npu.ops import OPS as ON_NPU
 from hybrid.kernels.oracle import ORACLE, step
@@ -31,7 +31,7 @@ from hybrid.spec import SPECS_DIR, OpSpec, SpecError, load_op, load_ops
 from hybrid.spec import docs as generated
 from hybrid.spec.__main__ import main
 from hybrid.spec.axes import roles
-from hybrid.spec.fields import EDGE_VALUES
+from hybrid.spec.fields import EDGE_VALUES, Edge
 from hybrid.spec.schedule import find_schedule
 from hybrid.spec.workload import givens
 
@@ -136,8 +136,16 @@ def test_defaults_of_a_spec_are_those_of_its_kind() -> None:
 
 
 def test_every_edge_value_is_used_and_documented() -> None:
-    used = {c.partition("=")[2] for o in OPS.values() for c in o.edge.cases}
+    used = {value for o in OPS.values() for c in o.edge.cases for _, value in Edge.settings(c)}
     assert set(EDGE_VALUES) <= used
+
+
+def test_an_edge_case_of_several_settings_has_them_all() -> None:
+    case = dict(edge_cases(OPS["begin_pass"], "cpu"))["R=40, S=8, C=6, inbox=following"]
+    assert (case.bind["R"], case.bind["S"], case.bind["C"], case.kinds) == (40, 8, 6, {"inbox": "following"})
+    text = "T=1, D=64, MB=20, BS=16, window=91, positions=full_cache"
+    case = dict(edge_cases(OPS["decode_attention"], "cpu"))[text]
+    assert (case.bind["D"], case.attrs["window"], case.style) == (64, 91, "full")
 
 
 # ------------------------------------------------------------------------------------------- errors in a declaration
@@ -196,6 +204,9 @@ MISTAKES = {
     "edge form": ('"T=1"', '"T"', "edge.cases[0]", "NAME=VALUE"),
     "edge target": ('"T=1"', '"Q=1"', "edge.cases[0]", "no axis, attribute or tensor 'Q'"),
     "edge value": ('"x=outlier"', '"x=outliers"', "edge.cases[13]", "did you mean 'outlier'?"),
+    "edge of two": ('"T=1"', '"T=1, x=larg"', "edge.cases[0]", "did you mean 'large'?"),
+    "edge without a second name": ('"T=1"', '"T=1, =2"', "edge.cases[0]", "NAME=VALUE"),
+    "edge set twice": ('"T=1"', '"T=1, T=2"', "edge.cases[0]", "sets T twice"),
     "edge tile": (
         "tile = { T = 8, N = 256, K = 256 }",
         "tile = { T = 8, N = 256 }",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Literal, get_args
@@ -348,7 +349,14 @@ class Cost(Model):
 
 class Edge(Model):
     cases: tuple[str, ...] = Field(min_length=1)
-    """AXIS=SIZE (an expression that may use `tile`, or `prime`), ATTRIBUTE=VALUE, or TENSOR=KIND (see EDGE_VALUES)."""
+    """AXIS=SIZE (an expression that may use `tile`, or `prime`), ATTRIBUTE=VALUE, or TENSOR=KIND (see EDGE_VALUES);
+    several at once with commas between them: "D=64, window=91, positions=full_cache"."""
+
+    @staticmethod
+    def settings(case: str) -> list[tuple[str, str]]:
+        """(NAME, VALUE) of each setting of a case; VALUE is empty where it is missing."""
+        parts = re.split(r",(?=\s*\w*\s*=)", case)
+        return [(name.strip(), value.strip()) for name, _, value in (part.partition("=") for part in parts)]
 
 
 class Workload(Model):

@@ -9,7 +9,7 @@ from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.spec.assignments import possible
 from hybrid.spec.axes import roles
 from hybrid.spec.expr import Expr, ExprError
-from hybrid.spec.fields import EDGE_VALUES
+from hybrid.spec.fields import EDGE_VALUES, Edge
 
 if TYPE_CHECKING:
     from hybrid.spec.fields import Values, Workload
@@ -142,27 +142,34 @@ def _tolerances(spec: OpSpec) -> None:
 
 def _edges(spec: OpSpec) -> None:
     for i, case in enumerate(spec.edge.cases):
-        key = f"edge.cases[{i}]"
-        target, equals, value = (p.strip() for p in case.partition("="))
-        if not equals or not value:
-            raise FieldError(key, f"{case!r} is not of the form NAME=VALUE")
-        if target in spec.axes:
-            if value == "prime":
-                if roles()[role := spec.axes[target].role].prime is None:
-                    raise FieldError(key, f"the role {role} has no prime in specs/axes.toml; write a size")
-            else:
-                size = _parse(key, value)
-                _number(key, size, [*spec.axes, "tile"], "axis")
-                if "tile" in size.names and not any(target in b.tile for b in spec.backends.values()):
-                    raise FieldError(key, f"no backend declares a tile of {target}; add tile = {{ {target} = ... }}")
-        elif target in spec.attributes:
-            _number(key, _parse(key, value), [*spec.axes, *spec.attributes], "axis or attribute")
-        elif target in spec.tensors:
-            if value not in EDGE_VALUES:
-                raise FieldError(key, f"unknown kind of value {value!r}{nearest(value, EDGE_VALUES)}")
+        key, settings = f"edge.cases[{i}]", Edge.settings(case)
+        if twice := {n for n, _ in settings if sum(n == m for m, _ in settings) > 1}:
+            raise FieldError(key, f"{case!r} sets {', '.join(sorted(twice))} twice; remove one")
+        for target, value in settings:
+            _setting(spec, key, target, value, case)
+
+
+def _setting(spec: OpSpec, key: str, target: str, value: str, case: str) -> None:
+    """One of an edge case's settings."""
+    if not target or not value:
+        raise FieldError(key, f"{case!r} is not of the form NAME=VALUE or NAME=VALUE, NAME=VALUE")
+    if target in spec.axes:
+        if value == "prime":
+            if roles()[role := spec.axes[target].role].prime is None:
+                raise FieldError(key, f"the role {role} has no prime in specs/axes.toml; write a size")
         else:
-            known = [*spec.axes, *spec.attributes, *spec.tensors]
-            raise FieldError(key, f"no axis, attribute or tensor {target!r}{nearest(target, known)}")
+            size = _parse(key, value)
+            _number(key, size, [*spec.axes, "tile"], "axis")
+            if "tile" in size.names and not any(target in b.tile for b in spec.backends.values()):
+                raise FieldError(key, f"no backend declares a tile of {target}; add tile = {{ {target} = ... }}")
+    elif target in spec.attributes:
+        _number(key, _parse(key, value), [*spec.axes, *spec.attributes], "axis or attribute")
+    elif target in spec.tensors:
+        if value not in EDGE_VALUES:
+            raise FieldError(key, f"unknown kind of value {value!r}{nearest(value, EDGE_VALUES)}")
+    else:
+        known = [*spec.axes, *spec.attributes, *spec.tensors]
+        raise FieldError(key, f"no axis, attribute or tensor {target!r}{nearest(target, known)}")
 
 
 def _backends(spec: OpSpec) -> None:
