@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +168,7 @@ def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
     return blocks.reshape(-1)
 
 
+@lru_cache(maxsize=1)  # published sizes have one size of vocabulary
 def demo_tokenizer(size: int) -> Tokenizer:
     """The demonstration model's tokenizer, padded with pieces that ordinary text does not contain."""
     with open_gguf(DEMO) as demo:
