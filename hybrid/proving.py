@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hybrid")
 
 Types = tuple[tuple[str, str], ...]
+Choices = tuple[Mapping[str, str], ...]
 APART, LEAD = 0.15, 0.5
 """Limits of `Text`. f16 activations for cpu's int8 reach 0.10 and 0.01 (docs/proofs)."""
 
@@ -186,15 +187,66 @@ class Wanted:
 
     kernels: dict[str, str] = field(default_factory=dict)
     types: dict[str, dict[Types, None]] = field(default_factory=dict)
+    others: dict[str, dict[Types, None]] = field(default_factory=dict)
+    """Those with other types of cache (`add_caches`)."""
+    on_outs: set[str] = field(default_factory=set)
+    """Operations with steps that take the rows whose logits are wanted for all rows."""
+    _cached: set[tuple[object, ...]] = field(default_factory=set)
 
     def add(self, plan: Plan, dry: DryDevice) -> None:
-        from hybrid.kernels.vulkan.dry import record
-
         for step in plan.steps:
             found = tuple((arg, plan.tensors[name].dtype) for arg, name in step.args.items())
             self.types.setdefault(step.op, {})[found] = None
+            if step.extent == "outs" and "T" in step.bind and "O" not in step.bind:
+                self.on_outs.add(step.op)
+        self._select(plan, dry)
+
+    def add_caches(self, plan: Plan, dry: DryDevice) -> None:
+        """What the plan's steps that use a cache would select with each type of cache that --kv offers."""
+        from hybrid.core.dtypes import CACHE_CHOICES, DTYPES
+        from hybrid.spec import load_ops
+
+        specs = load_ops()
+        for step in plan.steps:
+            spec = specs[step.op]
+            caches = [name for arg, name in step.args.items() if spec.tensors[arg].role == "cache"]
+            for kv in CACHE_CHOICES if caches and spec.runs_on("vulkan") else ():
+                key = (step.op, plan.rows, step.extent, kv, repr((step.bind, step.attrs)))
+                if kv == "auto" or key in self._cached:
+                    continue
+                self._cached.add(key)
+                tensors = {name: plan.tensors[name] for name in (plan.control, *step.args.values())}
+                tensors |= {name: replace(tensors[name], dtype=kv) for name in caches}
+                found = tuple((arg, tensors[name].dtype) for arg, name in step.args.items())
+                whole = all(tensors[name].shape[-1] % DTYPES[kv].block == 0 for name in caches)
+                if whole and all(map(dry.has, spec.requirements("vulkan", dict(found)))):
+                    self.others.setdefault(step.op, {})[found] = None
+                    self._select(replace(plan, steps=(step,), tensors=tensors), dry)
+
+    def _select(self, plan: Plan, dry: DryDevice) -> None:
+        from hybrid.kernels.vulkan.dry import record
+
         for d in record(plan, dry).dispatches:
             self.kernels.setdefault(d.kernel.name, plan.steps[d.step].op)
+
+
+def wanted_by(
+    subjects: Sequence[Callable[[], AbstractContextManager[Subject]]], device: VulkanDevice, few: bool = False
+) -> tuple[Wanted, DryDevice, list[str]]:
+    """What the plans of subjects want, a stand-in of the device that records them, and the subjects' names. few: only
+    with the cache's type that they are loaded with."""
+    from hybrid.kernels.vulkan.dry import DryDevice
+
+    wanted, dry, names = Wanted(), DryDevice.like(device.report), list[str]()
+    dry.tuning = device.tuning
+    for subject in tracked(subjects, "plans"):
+        with subject() as found:
+            names.append(found.checkpoint.path.name)
+            for plan in plans_of(found, device):
+                wanted.add(plan, dry)
+                if not few:
+                    wanted.add_caches(plan, dry)
+    return wanted, dry, names
 
 
 # --- cases that select them ------------------------------------------------------------------------------------------
@@ -224,13 +276,17 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
     for op, types in wanted.types.items():
         if not specs[op].runs_on("vulkan"):
             continue
-        choices = [_choice(specs[op], dict(found)) for found in types]
-        known = tuple(c for c in choices if c is not None)
-        for case in _cases(specs[op], known):
+        known = _choices(specs[op], types)
+        others = _choices(specs[op], [found for found in wanted.others.get(op, {}) if found not in types])
+        on_outs = set[frozenset[str]]()
+        for case in _cases(specs[op], known, others):
             trial = _trial(specs[op], case, dry)
             if trial and (trial.selects <= wanted.kernels.keys() or trial.selects & left):
                 left -= trial.selects
                 yield trial
+                if op in wanted.on_outs and trial.selects not in on_outs:
+                    on_outs.add(trial.selects)
+                    yield replace(trial, case=replace(case, wanted=True))
     for family in space().family:
         if left and family.op in wanted.types and (not family.needs or dry.has(family.needs)):
             cases = asking(family, specs[family.op], dry)
@@ -250,19 +306,25 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
                 yield trial
 
 
-def _choice(spec: OpSpec, dtypes: Mapping[str, str]) -> Mapping[str, str] | None:
-    """The operation's combination of types that a step has."""
-    return next((c for c in spec.dtype_choices("vulkan") if all(dtypes.get(n, t) == t for n, t in c.items())), None)
+def _choices(spec: OpSpec, types: Collection[Types]) -> Choices:
+    """The operation's combinations of types that steps have."""
+    every, steps = spec.dtype_choices("vulkan"), [dict(found) for found in types]
+    found = [next((c for c in every if all(step.get(n, t) == t for n, t in c.items())), None) for step in steps]
+    return tuple(c for c in found if c is not None)
 
 
-def _cases(spec: OpSpec, choices: tuple[Mapping[str, str], ...]) -> Iterator[Case]:
-    """Small cases: a few of each combination of types, the edge cases, and the variants with these types."""
+def _cases(spec: OpSpec, choices: Choices, others: Choices) -> Iterator[Case]:
+    """Small cases: a few of each combination of types, the edge cases, and the variants with these types. With other
+    types of cache the edge cases of values only: a size is a kernel to compile."""
     from hybrid.harness.fixed import dtype_cases, edge_cases, variant_cases
 
-    for chosen in choices:
+    for chosen in (*choices, *others):
         yield from dtype_cases(spec, chosen)
     if choices:
         yield from (case for _, case in edge_cases(spec, "vulkan", choices))
+    for chosen in others:
+        yield from (case for _, case in edge_cases(spec, "vulkan", (chosen,)) if case.kinds)
+    if choices:
         yield from (case for _, case in variant_cases(spec, "vulkan") if case.dtypes in choices)
 
 
@@ -296,17 +358,10 @@ def prove(
     other options: their cases run first, and the first error ends all. known: kernels that are proved already."""
     from hybrid.devices.about import driver_of, kernels_of
     from hybrid.harness import GUARD
-    from hybrid.kernels.vulkan.dry import DryDevice
 
-    begin, wanted, names = time.monotonic(), Wanted(), list[str]()
+    begin = time.monotonic()
     with closing(opened(guard=GUARD)) as device:
-        dry = DryDevice.like(device.report)
-        dry.tuning = device.tuning
-        for subject in tracked(subjects, "plans"):
-            with subject() as found:
-                names.append(found.checkpoint.path.name)
-                for plan in plans_of(found, device):
-                    wanted.add(plan, dry)
+        wanted, dry, names = wanted_by(subjects, device, few)
         report = Report(device.info.name, driver_of(device), kernels_of(device) or "", names)
     proofs = {name: Proof(name, op) for name, op in wanted.kernels.items() if name not in known}
     some = list(_covering(proofs, trials(wanted, dry)) if few else trials(wanted, dry))

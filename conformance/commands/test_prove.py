@@ -19,6 +19,7 @@ from conformance.support.paths import MODELS
 from conformance.support.profile import LONG
 from conformance.support.proof import FIRST_PROOF
 from hybrid import doctor, prove, proving
+from hybrid.core.dtypes import CACHE_CHOICES
 from hybrid.devices import opening
 from hybrid.devices.opening import NoDevice
 from hybrid.devices.proofs import report_path
@@ -64,8 +65,24 @@ def test_a_sound_device_is_proved(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "ok" not in {f.state for f in doctor._vulkan() if f.name.endswith(": kernels")}
 
 
+def test_every_cache_and_wanted_rows_are_proved() -> None:
+    """Caches of all types that --kv offers, and steps on the rows whose logits are wanted; a first load has its own."""
+    subjects = [partial(prove.opened_model, str(MODELS / "demo-gemma4-q8_0.gguf"))]
+    with closing(open_device()) as device:
+        wanted, dry, _ = proving.wanted_by(subjects, device)
+        own, _, _ = proving.wanted_by(subjects, device, few=True)
+    cases = [trial.case for trial in proving.trials(wanted, dry)]
+    for op, kinds in (("decode_attention", True), ("attention", False)):
+        found = {c.dtypes["k_cache"] for c in cases if c.op == op and bool(c.kinds) >= kinds}
+        assert found == set(CACHE_CHOICES) - {"auto"}, op
+    assert {c.op for c in cases if c.wanted} >= {"rmsnorm", "linear", "attention"}
+    assert not [name for name in own.kernels if name.startswith(("decode_attention.q8_0", "attention.q8_0"))]
+
+
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without texts: what is told apart by kernels must be told by their cases."""
+    """Without texts: what is told apart by kernels must be told by their cases. Without other types of cache, each a
+    kernel that a CPU driver compiles."""
+    monkeypatch.setattr(proving.Wanted, "add_caches", lambda self, plan, dry: None)
     monkeypatch.setattr(prove, "ON_CPU", 0)
 
 
