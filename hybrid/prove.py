@@ -30,6 +30,11 @@ def model_names() -> list[str]:
     return sorted(path.stem for path in (SPECS / "models").glob("*.toml"))
 
 
+def all_models() -> list[str]:
+    """The embedded models' files and the published sizes."""
+    return [*(str(m) for m in sorted(MODELS.glob("*.gguf"))), *model_names()]
+
+
 @contextmanager
 def opened_model(name: str) -> Iterator[Subject]:
     """A file, or a published size with random weights and its first layers, which have every kind."""
@@ -127,7 +132,7 @@ def _main(args: argparse.Namespace) -> int:
     from hybrid.devices.proofs import report_path
     from hybrid.kernels.vulkan.device import open_device
 
-    models = args.models or [*(str(m) for m in sorted(MODELS.glob("*.gguf"))), *model_names()]
+    models = args.models or all_models()
     files = [Path(m) for m in models if m not in model_names()]
     proving: Callable[..., Report] = partial(
         prove, subjects=[partial(opened_model, m) for m in models], texts=partial(texts_of, files)

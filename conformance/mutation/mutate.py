@@ -92,11 +92,11 @@ def tried(mutants: Iterable[Mutant]) -> list[Mutant]:
     for m in mutants:
         if m.kind == "shader" and not m.needs:
             shaders[m.op].append(m)
-    kept = {id(m) for of in shaders.values() for m in sorted(of, key=_order)[::SHARE]}
+    kept = {id(m) for of in shaders.values() for m in sorted(of, key=order)[::SHARE]}
     return [m for m in mutants if m.kind != "shader" or m.needs or id(m) in kept]
 
 
-def _order(mutant: Mutant) -> str:
+def order(mutant: Mutant) -> str:
     """An order that changes with the mutated file."""
     return hashlib.sha256(mutant.path.read_bytes() + mutant.name.encode()).hexdigest()
 
