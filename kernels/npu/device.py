@@ -179,9 +179,9 @@ class NpuDevice(HostDevice):
     def forget(self, name: str) -> None:
         """The main device has written a cache in a pass that no run here has seen: views of it begin anew. In the order
         of submits and writes."""
-        self.enqueue(partial(self._forget, name))
+        self.enqueue(partial(self._forget_views, name))
 
-    def _forget(self, name: str) -> None:
+    def _forget_views(self, name: str) -> None:
         for part in self._parts(name):
             for view in self.views.on(part.ctypes.data):
                 view.forget()
@@ -224,7 +224,7 @@ class NpuDevice(HostDevice):
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         self._rest()
         if decl.name in self._tensors:
-            self._forget(decl.name)
+            self._forget_views(decl.name)
         super().store(decl, value, parts)
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
@@ -254,7 +254,7 @@ class NpuDevice(HostDevice):
     def poison(self, byte: int, names: Sequence[str] = ()) -> None:
         super().poison(byte, names)
         for name in names:
-            self._forget(name)
+            self._forget_views(name)
 
     def reset(self) -> None:
         self._rest()
