@@ -27,7 +27,7 @@ from hybrid.engine.loop import QUEUE, Engine
 from hybrid.engine.request import Options, Request, token_ids
 from hybrid.engine.speculation import Drafter, Speculator, most_drafts
 from hybrid.engine.stats import EngineReport, Metrics, Stats
-from hybrid.planning.cost import plan_cost
+from hybrid.planning.cost import bytes_elsewhere, plan_cost
 from hybrid.planning.planner import PrecisionName
 from hybrid.ready import drafter_for, ready
 from hybrid.spec.schedule import Schedule
@@ -260,11 +260,13 @@ class Model:
         done = engine.counters.minus(runner.prefilled)
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         context = request.n_prompt + (len(request.ids) - request.n_prompt) // 2
+        decode = runner.program("decode", 1, 1).plan
         return EngineReport(
             device=self.device,
             passed_over=(*self.passed_over, *engine.device.failures, *engine.faults),
             precision=runner.precision,
-            bytes_per_token=plan_cost(runner.program("decode", 1, 1).plan, context).nbytes,
+            bytes_per_token=plan_cost(decode, context).nbytes,
+            bytes_elsewhere=bytes_elsewhere(decode, context, engine.device.backend),
             per_pass={name: getattr(done, name) / max(runner.decoded, 1) for name in counted},
             carried=engine.device.copies,
             notes=self.checkpoint.notes,

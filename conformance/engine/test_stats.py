@@ -76,3 +76,5 @@ def test_details_name_what_a_token_moves_and_where_memory_is() -> None:
         "checkpoint: odd",
     ]
     assert replace(MADE, memory={"weights": 1 << 20}).details()[-1] == "memory: weights 1.00 MiB"
+    away = replace(MADE, bytes_elsewhere={"cpu": 1_500_000, "npu": 10_000}).details()[1]
+    assert away.endswith(" by declared cost, 1.50 of it from host memory, 0.01 of it from npu")

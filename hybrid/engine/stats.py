@@ -45,6 +45,7 @@ class EngineReport:
     precision: Mapping[str, tuple[str, ...]]
     bytes_per_token: int
     per_pass: Mapping[str, float] = field(default_factory=dict)
+    bytes_elsewhere: Mapping[str, int] = field(default_factory=dict)
     carried: str = ""
     notes: tuple[str, ...] = ()
     load: Load | None = None
@@ -80,6 +81,8 @@ class Stats:
     per_pass: Mapping[str, float] = field(default_factory=dict)
     """Submits, dispatches, allocations, ... per decode pass."""
     ids: tuple[int, ...] = ()
+    bytes_elsewhere: Mapping[str, int] = field(default_factory=dict)
+    """Of these bytes, those of steps on a second device: `cpu` reads host memory."""
     carried: str = ""
     """Copies between devices since they were opened."""
     notes: tuple[str, ...] = ()
@@ -150,9 +153,12 @@ class Stats:
         """More lines, for --stats."""
         types = "; ".join(f"{k} {', '.join(v)}" for k, v in self.precision.items())
         counts = ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in self.per_pass.items())
+        away = "".join(
+            f", {n / 1e6:.2f} of it from {'host memory' if k == 'cpu' else k}" for k, n in self.bytes_elsewhere.items()
+        )
         lines = [
             f"precision: {types}",
-            f"per decode pass: {counts}; {self.bytes_per_token / 1e6:.2f} MB by declared cost",
+            f"per decode pass: {counts}; {self.bytes_per_token / 1e6:.2f} MB by declared cost{away}",
         ]
         if self.load is not None:
             lines.append(self.load.line())

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hybrid.core.plan import PURPOSE, Plan, TensorDecl
 from hybrid.spec.cost import Cost, plan_cost, step_cost
 from hybrid.spec.op import load_op
 
-__all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", "purpose", "step_cost"]
+__all__ = [
+    "Cost",
+    "bytes_elsewhere",
+    "memory",
+    "plan_cost",
+    "precision_by_phase",
+    "precision_of",
+    "purpose",
+    "step_cost",
+]
 
 
 def memory(plan: Plan) -> dict[str, int]:
@@ -19,6 +29,13 @@ def memory(plan: Plan) -> dict[str, int]:
             continue
         held[purpose(decl)] += decl.nbytes
     return {**held, "activations": plan.arena_bytes}
+
+
+def bytes_elsewhere(plan: Plan, context: int, main: str) -> dict[str, int]:
+    """Declared bytes of a plan's steps on other devices than `main`, by device."""
+    away = dict.fromkeys(s.device for s in plan.steps if s.device != main)
+    parts = {d: replace(plan, steps=tuple(s for s in plan.steps if s.device == d)) for d in away}
+    return {d: plan_cost(part, context).nbytes for d, part in parts.items()}
 
 
 def purpose(decl: TensorDecl) -> str:
