@@ -1,4 +1,4 @@
-"""The table of per-layer embeddings stays in its file where it does not fit in memory, and the host reads its rows."""
+"""What does not fit in memory stays in its file, and the host computes with it: per-layer embeddings, and experts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, for_model
+from conformance.support.devices import BACKENDS, for_model, own_memory
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
+from hybrid.checkpoint.families import tensors
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
+from hybrid.devices.transfers import Transfers
 from hybrid.engine.loading import OverBudget
 from hybrid.kernels.vulkan.kernel import kernels_digest
+from hybrid.planning.cache import CacheShape
+from hybrid.planning.expand import WeightInfo
+from hybrid.planning.pipeline import outlasting
+from hybrid.planning.planner import Target, plan
+from hybrid.planning.segments import segments
 from hybrid.spec.schedule import named_schedule
 
 TABLE = "per_layer_token_embd.weight"
@@ -67,6 +74,72 @@ def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path,
         long = [2, *range(10, 50)]
         first, second = (model.submit(long, max_tokens=1, ignore_eos=True).result() for _ in range(2))
         assert first.usage.cached_tokens == 0 and second.usage.cached_tokens > 0 and first.text == second.text
+
+
+def mixture(folder: Path) -> Path:
+    return write_hf(folder, tiny_gemma4(inputs=False, experts=(8, 2, 32)))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_of_the_host_give_the_same_text(tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows, the number of these and their results are shared with the device, or copied."""
+    folder = mixture(tmp_path)
+    if not shared:
+        monkeypatch.setattr(Transfers, "_share", lambda self, decl: False)
+    with load(folder, "vulkan") as model:
+        wanted, before = texts(model), model.engine.device.memory()
+    with load(folder, "vulkan", schedule="gemma4-host-experts") as model:
+        assert texts(model) == wanted
+        memory, device = model.engine.device.memory(), model.engine.device
+        left = memory["cpu.left_in_files"]
+        assert left > 0 and memory["weights"] <= before["weights"] - left and "cpu.weights" not in memory
+        plan = model.engine.runner.program("decode", 1, 1).plan
+        assert len(segments(plan)) == 2 * model.hparams.n_layers + 1
+        counts = device.transfers.counts
+        assert counts.shared > 0 if not own_memory(device) and shared else counts.shared == 0 < counts.copies
+        names = {n for s in plan.steps if s.device == "cpu" for n in (*s.args.values(), s.counts)}
+        rows = sum(plan.tensors[n].data_bytes for n in names if plan.tensors[n].kind == "io")
+        text = model.generate(PROMPTS[0], MANY, ignore_eos=True)
+        next(text)
+        before_decode, passes = counts.copied_bytes, len(list(text)) + 1
+        copied = counts.copied_bytes - before_decode
+        assert copied <= passes * model.hparams.n_layers * rows, "rows of the pass, not all that are stored"
+
+
+def test_tensors_between_devices_have_one_type_each() -> None:
+    """Where matrix units multiply f16, prompts and decoding give the experts rows of different types."""
+    hp = tiny_gemma4(inputs=False, experts=(8, 2, 32))
+    schedule, cache = named_schedule("gemma4-host-experts"), CacheShape.of(hp, 64, 2, 16)
+    weights = {n: WeightInfo("q8_0" if len(s) > 1 else "f32", s) for n, s in tensors(hp).items()}
+    target = Target(schedule, hp, weights, cache, hp.vocab, device="vulkan", capabilities=frozenset({"f16_matrices"}))
+    plans = [plan(target, 2, 2, "decode"), plan(target, 16, 2, "prefill")]
+    stored, rows = outlasting(plans), set()
+    for step, made in ((s, p) for p in plans for s in p.steps if s.op == "expert_ffn"):
+        assert step.device == "cpu" and {made.tensors[step.args[k]].kind for k in ("x", "h", "y", "spans")} == {"io"}
+        assert made.tensors[step.counts].kind == "io"
+        rows.add(made.tensors[step.args["x"]].dtype)
+        assert all(stored[n].dtype == made.tensors[n].dtype for n in step.args.values())
+    assert rows == {"q8_act", "f16"}
+
+
+@pytest.mark.slow
+def test_the_experts_stay_in_their_file_where_memory_is_short(tmp_path: Path) -> None:
+    folder = mixture(tmp_path)
+    with pytest.raises(OverBudget) as refused:
+        load(folder, "vulkan", memory="1MiB", schedule="gemma4")
+    with load(folder, "vulkan", memory=refused.value.needs + (1 << 20)) as model:
+        assert model.passed_over == () and "cpu" not in model.device
+        list(model.generate(PROMPTS[0], 2, ignore_eos=True))
+        assert model.stats is not None and "host memory" not in model.stats.details()[1]
+    with load(folder, "vulkan", memory=refused.value.needs - (16 << 10)) as model:
+        assert model.device.endswith("+ cpu") and model.passed_over[0].endswith("so gemma4-host-experts")
+        list(model.generate(PROMPTS[0], 2, ignore_eos=True))
+        assert model.stats is not None and model.stats.details()[1].endswith("of it from host memory")
+        matrices = 3 * 32 * model.hparams.hidden * 2 * 2 * model.hparams.n_layers  # of two experts, in bf16
+        assert matrices <= model.stats.bytes_elsewhere["cpu"] < 1.2 * matrices
+    with pytest.raises(OverBudget) as least:  # says what the smallest schedule needs
+        load(folder, "vulkan", memory="1MiB")
+    assert least.value.needs < refused.value.needs
 
 
 @pytest.mark.slow

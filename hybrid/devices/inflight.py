@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hybrid.core.device import Program, StepTime
 from hybrid.core.errors import DeviceLost
-from hybrid.planning.pipeline import needs, written
+from hybrid.planning.pipeline import needs, results, written
 
 if TYPE_CHECKING:  # avoids an import cycle: multi.py imports this module
     from hybrid.devices.multi import PassProgram
@@ -129,7 +129,7 @@ class InFlight:
             device.main.wait(self.ticket)
         try:
             program = self.program.segment_program(segment)
-            device.transfers.send(where, steps, set(written(steps)), control)
+            device.transfers.send(where, steps, set(written(steps)), control, self.program.plan.tensors)
             self._elsewhere = Event(where, program.submit())
             self.runs.append(SegmentRun(program, device.others[where].name, time.perf_counter()))
         except DeviceLost:  # of the main device
@@ -145,13 +145,13 @@ class InFlight:
         if event is None:
             return
         steps, tensors = self.program.segments[len(self.events)].steps, self.program.plan.tensors
-        results = written(steps)
+        made = results(steps)
         try:
             if event.device not in self.device.others:
                 self.runs.pop()
                 return
             self.device.others[event.device].wait(event.ticket)
-            self.device.transfers.fetch(event.device, results, {n: tensors[n].shape[0] for n in results}, event.ticket)
+            self.device.transfers.fetch(event.device, made, {n: tensors[n].shape[0] for n in made}, event.ticket)
         except DeviceLost:
             raise
         except Exception as error:

@@ -141,14 +141,18 @@ class Transfers:
         """Bytes of shared memory that a secondary device uses in place."""
         return sum(self._pages[n].nbytes for w, n in self._seen if w == where and n in self._pages)
 
-    def send(self, where: str, steps: Sequence[Step], results: set[str], control: str) -> None:
+    def send(
+        self, where: str, steps: Sequence[Step], results: set[str], control: str, tensors: Mapping[str, TensorDecl]
+    ) -> None:
         """Copy stale inputs of `steps` to a secondary device, without `results`, which they overwrite. The caller must
-        have waited for the main device's writes. control: the pass's control tensor."""
+        have waited for the main device's writes. control: the pass's control tensor. tensors: of the pass, which may
+        have fewer rows than are stored."""
         caches = {s.args[c]: s for s in steps if "block_table" in s.args for c in CACHES if c in s.args}
-        names = {control, *(n for s in steps for n in s.args.values())} - results - set(self._pages)
+        used = {control, *(n for s in steps for n in (*s.args.values(), s.counts) if n)}
+        names = used - results - set(self._pages)
         for name in sorted(names - set(caches)):
             if self._seen[where, name] != self._writes.get(name, 0):
-                self._copy(where, name, 0, None)
+                self._copy(where, name, 0, tensors[name].shape[0])
                 self._seen[where, name] = self._writes.get(name, 0)
         for name in sorted(caches):
             self._follow(where, name)
@@ -178,7 +182,7 @@ class Transfers:
             self.mark_written(name)
             self._seen[where, name] = self._writes[name]
 
-    def _copy(self, where: str, name: str, start: int, stop: int | None) -> None:
+    def _copy(self, where: str, name: str, start: int, stop: int) -> None:
         value = self.main.read(name, start, stop)
         self.others[where].write(name, value, start)
         self._count(value)

@@ -156,7 +156,11 @@ LEAST_KEPT = 16
 
 
 class OverBudget(ValueError):
-    """The memory budget does not hold the model with one sequence."""
+    """The memory budget does not hold the model with one sequence, which takes `needs` bytes."""
+
+    def __init__(self, text: str, needs: int) -> None:
+        super().__init__(text)
+        self.needs = needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +192,12 @@ def budget_for(memory: int, held: Footprint, cache: CacheShape) -> Budget:
     if left < one:
         fits = int((left - per_local * cache.ring) // per_global) * cache.block if per_global else 0
         fix = f"ctx={fits} would fit" if fits >= cache.block else "use a smaller weight type"
+        needs = int(held.weights + rest + one)
         raise OverBudget(
             f"memory {show_bytes(memory)} is too little: weights take {show_bytes(held.weights)}, activations and the rest "
             f"{show_bytes(rest)}, one sequence of {cache.ctx} tokens {show_bytes(int(one))}, together "
-            f"{show_bytes(int(held.weights + rest + one))}: {fix}, or give it more"
+            f"{show_bytes(needs)}: {fix}, or give it more",
+            needs,
         )
     sequences = min(left / one, max(2 * cache.slots, LEAST_KEPT))
     blocks = (int(sequences * cache.table), int(sequences * cache.ring))
@@ -202,24 +208,33 @@ def budget_for(memory: int, held: Footprint, cache: CacheShape) -> Budget:
 def with_budget(
     opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint
 ) -> tuple[Opened, Schedule]:
-    """The family's schedule, or its fallback where the memory budget is too small; `passed_over` says why."""
-    if not schedule.schedule.without_room or not (missing := lacking(config, checkpoint, opened.device, schedule)):
+    """The family's schedule, or of its fallbacks the first that fits the memory budget, else the smallest; `passed_over`
+    says why."""
+    missing = lacking(config, checkpoint, opened.device, schedule)
+    found, least = schedule, missing
+    for name in schedule.schedule.without_room if missing else ():
+        instead = find_schedule(name)
+        short = lacking(config, checkpoint, opened.device, instead)
+        if short is None or (least is not None and short.needs < least.needs):
+            found, least = instead, short
+        if short is None:
+            break
+    if found is schedule:
         return opened, schedule
-    instead = find_schedule(schedule.schedule.without_room)
-    why = f"schedule {schedule.schedule.name}: {missing}; so {instead.schedule.name}"
-    return beside(replace(opened, passed_over=(*opened.passed_over, why)), instead), instead
+    why = f"schedule {schedule.schedule.name}: {missing}; so {found.schedule.name}"
+    return beside(replace(opened, passed_over=(*opened.passed_over, why)), found), found
 
 
-def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> str:
-    """What the memory budget (or the device's free memory) lacks for a schedule; empty if nothing, or unknown."""
+def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> OverBudget | None:
+    """What the memory budget (or the device's free memory) lacks for a schedule; None if nothing, or unknown."""
     memory = device.available if config.memory is None else config.memory
     if memory is None:
-        return ""
+        return None
     try:
         fitted(replace(config, memory=memory), checkpoint, device, schedule)
     except OverBudget as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 def fitted(

@@ -92,10 +92,15 @@ def uses(segment: Segment) -> Uses:
     return Uses(frozenset(reads), frozenset(writes))
 
 
-def written(steps: Sequence[Step]) -> list[str]:
-    """Tensors that steps write: results, scratch and state."""
+def results(steps: Sequence[Step]) -> list[str]:
+    """Tensors that steps write for others: outputs and state."""
     ops = [(s, load_op(s.op)) for s in steps]
-    return list(dict.fromkeys(s.args[n] for s, op in ops for n in (*op.outputs, *op.scratch, *op.state)))
+    return list(dict.fromkeys(s.args[n] for s, op in ops for n in (*op.outputs, *op.state)))
+
+
+def written(steps: Sequence[Step]) -> list[str]:
+    """Tensors that steps write: results and scratch."""
+    return list(dict.fromkeys([*results(steps), *(s.args[n] for s in steps for n in load_op(s.op).scratch)]))
 
 
 def needs(earlier: Sequence[Segment], later: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:

@@ -406,24 +406,30 @@ class _Planner:
             self.reserved[name] = replace(self.tensors[name], shape=every).nbytes
 
     def _share(self, steps: list[Step]) -> list[Step]:
-        """Turn activations that cross devices into io tensors outside the arenas. Ones of equal shape and dtype with
-        disjoint lifetimes share one tensor, under the name of the first."""
+        """Turn activations that a second device uses into io tensors outside the arenas. Ones of equal shape and dtype
+        with disjoint lifetimes share one tensor, under the name of the first and its dtype, which phases may differ in."""
         users: dict[str, set[str]] = {}
         for step in steps:
-            for name in step.args.values():
+            for name in (*step.args.values(), *filter(None, [step.counts])):
                 users.setdefault(name, set()).add(step.device)
         taken: dict[
             tuple[str, tuple[int, ...]], dict[str, int]
         ] = {}  # dtype and shape -> tensor: the last step that uses it
         found: dict[str, str] = {}
-        for name in sorted((n for n in self.lives if len(users[n]) > 1), key=lambda n: self.lives[n]):
+        away = (n for n in self.lives if users[n] - {self.target.device})
+        for name in sorted(away, key=lambda n: self.lives[n]):
             (first, last), decl = self.lives.pop(name), self.tensors.pop(name)
             pool = taken.setdefault((decl.dtype, decl.shape), {})
-            found[name] = next((n for n, end in pool.items() if end < first), name)
+            found[name] = next(
+                (n for n, end in pool.items() if end < first), name if decl.dtype == "f32" else f"{name}.{decl.dtype}"
+            )
             pool[found[name]] = last
             self.tensors[found[name]] = replace(decl, name=found[name], kind="io")
         self.tensors |= housed(self.tensors, users, self.target.schedule, self.target.device)
-        return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
+        if not found:
+            return steps
+        moved = ((s, {k: found.get(n, n) for k, n in s.args.items()}) for s in steps)
+        return [replace(s, args=args, counts=found.get(s.counts, s.counts)) for s, args in moved]
 
     def _outlive(self, edges: list[tuple[UnboundStep, dict[str, str]]]) -> None:
         """Extend the lifetime of each alias's source to that of the result. Plans with and without the step then have

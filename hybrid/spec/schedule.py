@@ -41,8 +41,8 @@ class Head(Model):
     source: str = ""
     pipeline: Literal[1, 2] = 1
     """Overlapping prefill passes on several devices, each with its own rows and activations."""
-    without_room: str = ""
-    """The shipped schedule to use if the weights do not fit in the device's memory."""
+    without_room: tuple[Text, ...] = ()
+    """Shipped schedules to try if the weights do not fit in the device's memory; the first that fits is used."""
     residual: Text = "x"
     """Name of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
 
