@@ -18,6 +18,7 @@ from hybrid.devices.memories import UNITS, alike, asked_of, memories
 
 if TYPE_CHECKING:
     from hybrid.core.plan import Plan
+    from hybrid.spec.schedule import Schedule
 
 _NEEDS = {
     "weights": ("weights",),
@@ -146,7 +147,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.planning.expand import WeightInfo
     from hybrid.planning.footprint import footprint, laid_out_again
     from hybrid.quant.native import native
-    from hybrid.spec.schedule import named_schedule
+    from hybrid.spec.schedule import find_schedule, named_schedule
 
     subject = _subject(args.model)
     args.type = args.type or SAME
@@ -163,29 +164,44 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= args.batch <= MAX_SLOTS:
         raise UsageError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
-    schedule = None if args.schedule is None else named_schedule(args.schedule)
+    schedule = find_schedule(hp.family) if args.schedule is None else named_schedule(args.schedule)
     devices = memories(args.memory)
-    needs: dict[str, dict[str, int]] = {}
-    sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
-    for (storage, capabilities), group in alike(asked_of(devices)).items():
-        infos = {
-            n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()
-        }
-        plans: list[Plan] = []
+    asked = asked_of(devices)
+    sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv}
 
-        def noted(plan: Plan, plans: list[Plan] = plans) -> int:
-            plans.append(plan)
-            return 0
+    def needs_of(schedule: Schedule, asked: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+        needs: dict[str, dict[str, int]] = {}
+        for (storage, capabilities), group in alike(asked).items():
+            infos = {
+                n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n])
+                for n, k in types.kinds.items()
+            }
+            plans: list[Plan] = []
 
-        held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=noted)
-        if storage == "cpu":
-            needs |= dict.fromkeys(group, replace(held, weights=weight_bytes(plans, infos)).as_dict())
-            continue
-        for name, dry in group.items():
-            weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
-            needs[name] = replace(
-                held, weights=weights, beside=max(scratch_bytes(plan, dry) for plan in plans)
-            ).as_dict()
+            def noted(plan: Plan, plans: list[Plan] = plans) -> int:
+                plans.append(plan)
+                return 0
+
+            held = footprint(
+                hp, infos, **sizes, schedule=schedule, device=storage, capabilities=capabilities, beside=noted
+            )
+            if storage == "cpu":
+                needs |= dict.fromkeys(group, replace(held, weights=weight_bytes(plans, infos)).as_dict())
+                continue
+            for name, dry in group.items():
+                weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
+                scratch = max(scratch_bytes(plan, dry) for plan in plans)
+                needs[name] = replace(held, weights=weights, beside=scratch).as_dict()
+        return needs
+
+    needs = needs_of(schedule, asked)
+    fits = [{**m.as_dict(), "spare": m.bytes - needs[m.needs]["total"]} for m in devices]
+    for name in schedule.schedule.without_room if args.schedule is None else ():
+        short = [row for row in fits if row["spare"] < 0 and row["needs"] != "cpu" and "problem" not in row]
+        instead = needs_of(find_schedule(name), {row["needs"]: asked[row["needs"]] for row in short})
+        for row in short:
+            if (spare := row["bytes"] - instead[row["needs"]]["total"]) >= 0:
+                row |= {"schedule": name, "spare": spare}
     return {
         **subject.head,
         "parameters": sum(_product(s) for s in shapes.values()),
@@ -199,7 +215,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         "context": context,
         "precision": args.precision,
         "needs": needs,
-        "fits": [{**m.as_dict(), "spare": m.bytes - needs[m.needs]["total"]} for m in devices],
+        "fits": fits,
     }
 
 
@@ -350,6 +366,8 @@ def _needs_lines(report: Mapping[str, Any]) -> list[str]:
         verdict = (
             f"fits, {show_bytes(row['spare'])} to spare" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
         )
+        if "schedule" in row:
+            verdict += f" with schedule {row['schedule']}"
         if row["spare"] < 0 and row["device"] == "cpu":
             verdict += ": so much of the weights would be read from the file at every use"
         lines.append(f"  {row['device']:44} {show_bytes(row['bytes']):>10}  {verdict}")

@@ -20,6 +20,7 @@ from hybrid.core.units import parse_bytes, shortest, show_bytes
 from hybrid.engine.loading import EngineConfig, stored_types
 from hybrid.engine.loop import Engine
 from hybrid.inspect import main
+from hybrid.inspect import text as shown
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
 from hybrid.planning.expand import WeightInfo
@@ -104,7 +105,7 @@ def test_a_weight_that_is_unpacked_is_counted() -> None:
 def test_sheets_hold_the_published_sizes() -> None:
     gemma3 = [f"gemma3-{s}" for s in ("270m", "1b", "4b", "12b", "27b")]
     assert [name for name in load_models() if name in gemma3] == gemma3
-    others = ["gemma3n-e2b", "gemma4-e2b", "gemma3n-e4b", "gemma4-e4b", "gemma4-12b", "gemma4-31b"]
+    others = ["gemma3n-e2b", "gemma4-e2b", "gemma3n-e4b", "gemma4-e4b", "gemma4-12b", "gemma4-26b-a4b", "gemma4-31b"]
     assert [name for name in load_models() if name not in gemma3] == others
     for sheet in load_models().values():
         hp = sheet.hparams()
@@ -157,6 +158,19 @@ def test_a_name_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
         (["none.gguf"], "no such file"),
     ):
         assert main(args) == 1 and words in capsys.readouterr().err
+
+
+def test_a_schedule_with_weights_on_the_host_is_named_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, memory, schedule in (
+        ("gemma4-26b-a4b", "8GiB", "gemma4-host-experts"),
+        ("gemma4-e2b", "2.5GiB", "gemma4-host-table"),
+        ("gemma4-26b-a4b", "1GiB", None),
+    ):
+        assert main([name, "--type", "q4_0", "--memory", memory, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        row = report["fits"][0]
+        assert row.get("schedule") == schedule and (row["spare"] < 0) == (schedule is None), row
+        assert (f"to spare with schedule {schedule}" in shown(report, False)) == (schedule is not None)
 
 
 def test_sizes_as_people_write_them() -> None:
