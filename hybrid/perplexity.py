@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from hybrid.cli import CACHES, PRECISIONS, Parser, positive, run
 from hybrid.cli.progress import progress_bar
 from hybrid.planning.cost import precision_of
 from hybrid.planning.passes import bucket_of
+
+if TYPE_CHECKING:
+    from hybrid.engine.request import Captured
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
@@ -67,6 +70,11 @@ class Measured:
     reference_nats: Running = field(default_factory=Running)
     same: int = 0
     """Predictions with the reference's most likely token."""
+    other_experts: Running = field(default_factory=Running)
+    """Of each prediction, the share of a mixture's layers whose experts are not the reference's."""
+    rerouted: Running = field(default_factory=Running)
+    """Divergence of predictions with such a layer; `routed_alike`: of the others."""
+    routed_alike: Running = field(default_factory=Running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,27 +132,29 @@ def measure(
         ours = model.engine.decode_logits(documents)
         theirs = None if reference is None else reference.engine.decode_logits(documents)
         for at, part in enumerate(ours):
-            other = None if theirs is None else next(theirs)
             lengths = np.array([len(d) for d in documents if len(d) > at])
             rows_used = np.flatnonzero(lengths > at + 1)
             targets = np.array([d[at + 1] for d in documents if len(d) > at + 1], np.int64)
-            _add(into, part[rows_used], targets, None if other is None else other[rows_used])
+            _add(into, part, rows_used, targets, None if theirs is None else next(theirs))
         return
     with contextlib.ExitStack() as stack:
         rows = min(m.engine.sizes.logits for m in (model, reference) if m is not None)
-        ours = stack.enter_context(contextlib.closing(model.engine.logits_of(documents, rows)))
+        ours = stack.enter_context(contextlib.closing(model.engine.forced(documents, rows)))
         theirs = None
         if reference is not None:
-            theirs = stack.enter_context(contextlib.closing(reference.engine.logits_of(documents, rows)))
+            theirs = stack.enter_context(contextlib.closing(reference.engine.forced(documents, rows)))
         at = 0
         for part in ours:
-            other = None if theirs is None else next(theirs)
-            rows_used = np.flatnonzero(predicted[at : at + len(part)])
-            _add(into, part[rows_used], ids[at + 1 + rows_used], None if other is None else other[rows_used])
-            at += len(part)
+            rows_used = np.flatnonzero(predicted[at : at + len(part.rows)])
+            _add(into, part, rows_used, ids[at + 1 + rows_used], None if theirs is None else next(theirs))
+            at += len(part.rows)
 
 
-def _add(into: Measured, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None) -> None:
+def _add(into: Measured, ours: Captured, used: np.ndarray, targets: np.ndarray, theirs: Captured | None) -> None:
+    logits, reference = ours.rows[used], None if theirs is None else theirs.rows[used]
+    others = None if theirs is None else _other_experts(ours, theirs, used)
+    if others is not None:
+        into.other_experts.add(others)
     step = max(1, _ROW_ELEMENTS // logits.shape[1])
     for start in range(0, len(targets), step):
         rows = np.arange(len(targets[start : start + step]))
@@ -155,7 +165,21 @@ def _add(into: Measured, logits: np.ndarray, targets: np.ndarray, reference: np.
             log_p = _log_softmax(reference[start : start + step])
             into.reference_nats.add(-log_p[rows, picked])
             into.same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-            into.divergence.add(np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0))
+            divergence = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0)
+            into.divergence.add(divergence)
+            if others is not None:
+                some = others[start : start + step] > 0
+                into.rerouted.add(divergence[some])
+                into.routed_alike.add(divergence[~some])
+
+
+def _other_experts(ours: Captured, theirs: Captured, used: np.ndarray) -> np.ndarray | None:
+    """Of each row used, the share of layers in which the two chose other experts, in whatever order; None where they are
+    not mixtures of the same layers."""
+    if not ours.experts or [e.shape for e in ours.experts] != [e.shape for e in theirs.experts]:
+        return None
+    pairs = zip(ours.experts, theirs.experts, strict=True)
+    return np.mean([(np.sort(a[used]) != np.sort(b[used])).any(-1) for a, b in pairs], axis=0)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -316,6 +340,13 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
             "kl_max": d.most,
             "top_1_agreement": found.same / d.n,
         }
+    if (others := found.other_experts).n:
+        report["reference"]["experts"] = {
+            "rows_with_others": others.mean,
+            "predictions_with_others": found.rerouted.n / others.n,
+            "kl_mean_with_others": found.rerouted.mean,
+            "kl_mean_with_same": found.routed_alike.mean,
+        }
     return report
 
 
@@ -355,6 +386,12 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"KL divergence   {r['kl_mean']:.6f} +- {r['kl_error']:.6f}, at most {r['kl_max']:.4f}",
             f"same likeliest  {100 * r['top_1_agreement']:.2f} %",
         ]
+        if (e := r.get("experts")) is not None:
+            lines.append(
+                f"other experts   {100 * e['rows_with_others']:.2f} % of rows (mean of the layers); "
+                f"KL {e['kl_mean_with_others']:.6f} where some layer's are ({100 * e['predictions_with_others']:.2f} % of "
+                f"predictions), {e['kl_mean_with_same']:.6f} elsewhere"
+            )
     return lines
 
 

@@ -15,7 +15,7 @@ from conformance.support.models import GOLDEN, demo
 from conformance.support.models import nats as nats_of
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.engine.runner import Runner
-from hybrid.perplexity import Running, main
+from hybrid.perplexity import Running, _lines, main
 
 HELD_OUT = GOLDEN / "held-out.txt"
 # Documents share passes, and sums depend on the rows of a pass: in float32 logits of one model differ by 2e-4 at most.
@@ -70,11 +70,38 @@ def test_divergence_from_a_reference(
     assert found["kl_mean"] == pytest.approx(np.concatenate(kl).mean(), rel=SAME) and found["kl_mean"] > 0.01
     assert found["kl_max"] == pytest.approx(np.concatenate(kl).max(), rel=SAME)
     assert found["top_1_agreement"] == pytest.approx(np.concatenate(same).mean())
-    assert found["nats_per_token"] == pytest.approx(np.concatenate(loss).mean(), abs=SAME)
+    assert found["nats_per_token"] == pytest.approx(np.concatenate(loss).mean(), abs=SAME) and "experts" not in found
     assert main([a, text, "--device", "cpu", "--chunk", "200", "--weights", "q8_0", "--kl", "exact", "--json"]) == 0
     own = json.loads(capsys.readouterr().out)
     assert own["precision"]["weights"] == ["q8_0"] and 0 < own["reference"]["kl_mean"] < 0.01
     assert own["reference"]["nats_per_token"] == pytest.approx(report["nats_per_token"], abs=SAME)
+
+
+def test_other_experts_of_a_mixture_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of int8 activations beside float32, with the divergence where there are any."""
+    path = str(demo(name="demo-gemma4-moe", layers=(0, 1, 2)))
+    args = [path, str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "48", "--cut", "--kl", "exact", "--json"]
+    assert main(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = report["reference"]["experts"]
+    assert _lines(report)[-1].startswith(f"other experts   {100 * found['rows_with_others']:.2f} % of rows")
+    shares, kl = [], []
+    with hybrid.load(path, "cpu", ctx=48) as ours, hybrid.load(path, "cpu", ctx=48, precision="exact") as theirs:
+        for document in HELD_OUT.read_text().split("\n\f\n")[:2]:
+            ids = ours.encode(document)[:48]
+            (a,), (b,) = (list(m.engine.forced([ids])) for m in (ours, theirs))
+            for at in range(len(ids) - 1):
+                pairs = zip(a.experts, b.experts, strict=True)
+                shares.append(np.mean([{*x[at].tolist()} != {*y[at].tolist()} for x, y in pairs]))
+                q, p = (np.exp(m.rows[at].astype(np.float64)) for m in (a, b))
+                p, q = p / p.sum(), q / q.sum()
+                kl.append((p * np.log(p / q)).sum())
+    some, kl = np.array(shares) > 0, np.array(kl)
+    assert 0 < some.sum() < some.size
+    assert found["rows_with_others"] == pytest.approx(np.mean(shares))
+    assert found["predictions_with_others"] == pytest.approx(some.mean())
+    assert found["kl_mean_with_others"] == pytest.approx(kl[some].mean(), rel=0.02)
+    assert found["kl_mean_with_same"] == pytest.approx(kl[~some].mean(), rel=0.02)
 
 
 def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

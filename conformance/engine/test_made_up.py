@@ -70,7 +70,7 @@ def made(checkpoint: Checkpoint, device: Device, of: Schedule, **options: Any) -
 
 
 def logits(engine: Engine, ids: Sequence[int], **options: Any) -> np.ndarray:
-    return np.concatenate(list(engine.read_back([Request(0, ids, capture="logits", **options)])))
+    return np.concatenate([part.rows for part in engine.read_back([Request(0, ids, capture="logits", **options)])])
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> bool:

@@ -39,6 +39,37 @@ def test_logits_are_those_of_the_equations(devices: Devices, backend: str, sizes
         assert [h.result().ids for h in together] == alone
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_experts_of_each_row_can_be_read(
+    devices: Devices, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the logits of prompts and of decode passes, each sequence's own where several share passes."""
+    devices.get(backend)
+    path = write_hf(tmp_path / "hf", tiny_gemma4(inputs=False, experts=SIZES["few"]), dtype="f32")
+    texts, routed, router = (IDS[:9], IDS[20:25]), [], plain_gemma4.Plain.router
+
+    def noted(self: plain_gemma4.Plain, x: np.ndarray, layer: int) -> np.ndarray:
+        routed.append(router(self, x, layer))
+        return routed[-1]
+
+    monkeypatch.setattr(plain_gemma4.Plain, "router", noted)
+    with open_checkpoint(path) as checkpoint:
+        for ids in texts:
+            plain_gemma4.forward(checkpoint, ids)
+    wanted = [{*np.argsort(-row)[:2].tolist()} for p in routed for row in p]  # by text, layer, position
+    with hybrid.load(path, backend, ctx=64, slots=2) as model:
+        layers = model.hparams.n_layers
+        prompts = [list(model.engine.forced([ids])) for ids in texts]
+        found = [np.concatenate([part.experts[i] for part in parts]) for parts in prompts for i in range(layers)]
+        assert [{*row.tolist()} for chosen in found for row in chosen] == wanted
+        decoded = list(model.engine.decode_logits(texts))
+        for t, ids in enumerate(texts):
+            rows = [step.experts[i][t] for i in range(layers) for step in decoded[: len(ids)]]
+            assert [{*row.tolist()} for row in rows] == wanted[t * 9 * layers :][: len(ids) * layers]
+        together = [part.experts[0] for part in model.engine.forced(texts)]
+        assert np.array_equal(np.concatenate(together), np.concatenate([found[0], found[layers]]))
+
+
 def write_apart(source: Checkpoint, path: Path) -> None:
     """A GGUF file with each expert's gate and up in two stacks."""
     writer = gguf.GGUFWriter(path, "gemma4")

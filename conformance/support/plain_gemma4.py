@@ -75,14 +75,18 @@ class Plain:
         y = x @ self.w("token_embd" if self.hp.tied else "output").T
         return self.hp.softcap * np.tanh(y / self.hp.softcap) if self.hp.softcap else y
 
+    def router(self, x: np.ndarray, layer: int) -> np.ndarray:
+        """[n, experts]: probabilities of the residual stream x [n, hidden]."""
+        scale = dequantise(self.checkpoint.tensor(f"blk.{layer}.ffn_gate_inp.scale"), np.float64)
+        z = self.rms(x) * scale / np.sqrt(self.hp.hidden)
+        z = z @ self.w(f"blk.{layer}.ffn_gate_inp").T
+        p = np.exp(z - z.max(-1, keepdims=True))
+        return p / p.sum(-1, keepdims=True)
+
     def mixture(self, x: np.ndarray, dense: np.ndarray, layer: int) -> np.ndarray:
         """The dense feed-forward's output and the experts' of the residual stream x [n, hidden], both normed."""
-        b, own, e = f"blk.{layer}", self.hp.layers[layer], self.checkpoint.tensor
-        scale, each = (dequantise(e(f"{b}.{n}.scale"), np.float64) for n in ("ffn_gate_inp", "ffn_down_exps"))
-        z = self.rms(x) * scale / np.sqrt(self.hp.hidden)
-        z = z @ self.w(f"{b}.ffn_gate_inp").T
-        p = np.exp(z - z.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
+        b, own, p = f"blk.{layer}", self.hp.layers[layer], self.router(x, layer)
+        each = dequantise(self.checkpoint.tensor(f"{b}.ffn_down_exps.scale"), np.float64)
         gate_up = self.w(f"{b}.ffn_gate_up_exps").reshape(own.n_experts, 2, own.expert_ffn, -1)
         down = self.w(f"{b}.ffn_down_exps").reshape(own.n_experts, -1, own.expert_ffn)
         rows, found = self.norm(x, f"{b}.pre_ffw_norm_2"), np.zeros_like(x)

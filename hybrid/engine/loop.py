@@ -15,7 +15,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 
@@ -28,7 +29,7 @@ from hybrid.core.errors import QueueFull
 from hybrid.engine.handle import Handle
 from hybrid.engine.loading import EngineConfig, LoadClock
 from hybrid.engine.lock import EngineLock
-from hybrid.engine.request import Options, Request, Wakeups, check_prompt
+from hybrid.engine.request import Captured, Options, Request, Wakeups, check_prompt
 from hybrid.engine.runner import AbortedStep, Flight, Runner, check_finite, fault
 from hybrid.engine.scheduler import BatchCap, Pass, Scheduler, length_at_end
 from hybrid.engine.speculation import Drafter, Speculator
@@ -205,11 +206,17 @@ class Engine:
     def logits_of(self, sequences: Sequence[Sequence[int]], rows: int = 0) -> Iterator[np.ndarray]:
         """`logits` of several sequences, in order, pass by pass: needs the memory of a few passes, whatever the length.
         Sequences share passes."""
+        with closing(self.forced(sequences, rows)) as parts:
+            for part in parts:
+                yield part.rows
+
+    def forced(self, sequences: Sequence[Sequence[int]], rows: int = 0) -> Generator[Captured, None, None]:
+        """As logits_of, with a mixture's chosen experts."""
         return self.read_back(Request(0, ids, capture="logits", rows=rows) for ids in sequences)
 
-    def decode_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-        """Teacher forcing by decode passes, one row of each sequence: for each position the logits float32 [sequences that
-        have it, vocab], in order. At most as many sequences as slots."""
+    def decode_logits(self, sequences: Sequence[Sequence[int]]) -> Iterator[Captured]:
+        """Teacher forcing by decode passes, one row of each sequence: for each position those of the sequences that have
+        it, in order. At most as many sequences as slots."""
         handles: list[Handle] = []
         try:
             for ids in sequences:
@@ -226,7 +233,8 @@ class Engine:
                     found += [request.captured[0]] if len(request.prompt) > at else []
                 for request in running:
                     request.captured.clear()
-                yield np.concatenate(found)
+                experts = zip(*(f.experts for f in found), strict=True)
+                yield Captured(np.concatenate([f.rows for f in found]), tuple(map(np.concatenate, experts)))
         finally:
             self.finish([handle.request for handle in handles])
 
@@ -234,11 +242,12 @@ class Engine:
         """Residual stream float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Gemma 3n:
         the active stream, or with `streams` all, [layers + 1, len(ids), streams, hidden]."""
         hp = self.target.hparams
-        states = np.concatenate(list(self.read_back([Request(0, ids, capture="hidden", rows=rows)])), axis=1)
+        parts = self.read_back([Request(0, ids, capture="hidden", rows=rows)])
+        states = np.concatenate([part.rows for part in parts], axis=1)
         states = states.reshape(*states.shape[:2], hp.n_streams, hp.hidden)
         return states if streams else np.ascontiguousarray(states[:, :, hp.altup_active])
 
-    def read_back(self, requests: Iterable[Request]) -> Iterator[np.ndarray]:
+    def read_back(self, requests: Iterable[Request]) -> Generator[Captured, None, None]:
         """Captured rows of requests, in order; later requests run beside the first."""
         waiting, running, more = iter(requests), deque[Handle](), True
         try:
@@ -427,7 +436,7 @@ class Engine:
         try:
             with interrupts.allowed():
                 if done.capture is not None:
-                    rows = self.runner.captured(flight)
+                    captured = self.runner.captured(flight)
                     tokens, counts = list[int](), None
                 else:
                     drafted = 0.0 if self.speculator is None else self.speculator.drafted(done)
@@ -439,7 +448,7 @@ class Engine:
         now = time.perf_counter()
         self.waited += now - began
         if done.capture is not None:
-            self._deliver_rows(done, rows)
+            self._deliver_rows(done, captured)
         else:
             seconds = now - max(self._read, flight.began, drafted)
             if self._recorded != (recorded := self.counters.recordings):  # a program was recorded meanwhile
@@ -482,14 +491,16 @@ class Engine:
                     found[n] = said
         return found
 
-    def _deliver_rows(self, done: Pass, rows: np.ndarray) -> None:
+    def _deliver_rows(self, done: Pass, captured: Captured) -> None:
         """Hand captured rows to their requests, except rows that ran again after a preemption."""
         at = 0
         for run in done.runs:
             assert run.ids is not None
             n, request = len(run.ids), run.seq
             skip = max(0, request.delivered - run.start)
-            own = rows[:, at + skip : at + n] if done.capture == "hidden" else rows[at + skip : at + n]
+            part, rows = slice(at + skip, at + n), captured.rows
+            own = rows[:, part] if done.capture == "hidden" else rows[part]
+            experts = tuple(chosen[part] for chosen in captured.experts)
             at += n
             if request.finish is not None or skip >= n:
                 continue
@@ -500,7 +511,7 @@ class Engine:
                 self._end(request, "error", error)
                 continue
             request.delivered = run.start + n
-            request.captured.append(own)
+            request.captured.append(Captured(own, experts))
             self._news.append(request)
 
     def _ready(self, request: Request) -> bool:

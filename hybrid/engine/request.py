@@ -30,6 +30,15 @@ Capture = Literal["logits", "decode", "hidden"]
 each layer."""
 
 
+class Captured(NamedTuple):
+    """What a pass reads back."""
+
+    rows: np.ndarray
+    """Logits float32 [rows, vocab], or hidden states float32 [layers + 1, rows, width]."""
+    experts: tuple[np.ndarray, ...] = ()
+    """Beside logits of a mixture: the experts of each of its layers, i32 [rows, experts_used]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options(Sampling):
     """Options of a request: sampling parameters, and these. ValueError names the option and its range.
@@ -249,7 +258,7 @@ class Request:
         """Why it ended; None while it is open."""
         self.error: BaseException | None = None
         self.events: list[Event] = []
-        self.captured: list[np.ndarray] = []
+        self.captured: list[Captured] = []
         self.delivered = 0
         """Captured rows so far."""
         self.logprobs: list[TokenLogprob] = []

@@ -41,7 +41,7 @@ from hybrid.core.plan import (
 from hybrid.core.tensor import Tensor
 from hybrid.engine.blocks import Blocks, groups_of
 from hybrid.engine.loading import EngineConfig, LoadClock, fitted, load_tensors, sizes_for, target_for
-from hybrid.engine.request import Request
+from hybrid.engine.request import Captured, Request
 from hybrid.engine.sampling import SamplingState
 from hybrid.engine.scheduler import Limits, Pass, Run, Scheduler
 from hybrid.engine.stats import TokenLogprob, Work, mean_context
@@ -461,18 +461,19 @@ class Runner:
         right = peek("accepted", run.slot, 0, ticket) if run.wants > 1 else 0
         return [peek("history", run.slot, at + i, ticket) for i in range(right + 1)]
 
-    def captured(self, flight: Flight) -> np.ndarray:
-        """The rows that a pass reads back: logits float32 [rows, vocab], or hidden states float32 [layers + 1, rows,
-        width]."""
+    def captured(self, flight: Flight) -> Captured:
+        """The rows that a pass reads back."""
         p = flight.scheduled
         found = [self.device.read(d.name, 0, p.rows, flight.ticket).array for d in self._captured(p)]
         self._ended(flight)
-        return np.stack(found) if p.capture == "hidden" else found[0]
+        return Captured(np.stack(found)) if p.capture == "hidden" else Captured(found[0], tuple(found[1:]))
 
     def _captured(self, p: Pass) -> list[TensorDecl]:
         hp, sizes = self.target.hparams, self.sizes
         if p.capture != "hidden":
-            return [TensorDecl("logits", "f32", (sizes.logits, hp.vocab), "io", per_pass=True)]
+            used = [(f"chosen.{i}", layer.experts_used) for i, layer in enumerate(hp.layers) if layer.n_experts]
+            chosen = [TensorDecl(name, "i32", (sizes.logits, k), "io", per_pass=True) for name, k in used]
+            return [TensorDecl("logits", "f32", (sizes.logits, hp.vocab), "io", per_pass=True), *chosen]
         shape = sizes.hidden, hp.n_streams * hp.hidden
         return [TensorDecl(f"hidden.{i}", "f32", shape, "io", per_pass=True) for i in range(hp.n_layers + 1)]
 

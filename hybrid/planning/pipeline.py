@@ -36,8 +36,8 @@ def name_in_slot(name: str, pipeline_slot: int) -> str:
 
 
 def is_result(name: str) -> bool:
-    """Whether a tensor holds logits or hidden states for the host; these are stored on first use."""
-    return name.partition("@")[0] == "logits" or name.startswith("hidden.")
+    """Whether a tensor holds logits, chosen experts or hidden states for the host; these are stored on first use."""
+    return name.partition("@")[0] == "logits" or name.startswith(("chosen.", "hidden."))
 
 
 def outlasting(plans: Iterable[Plan]) -> dict[str, TensorDecl]:

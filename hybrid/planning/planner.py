@@ -68,8 +68,9 @@ def plan(
 ) -> Plan:
     """The plan of one pass over at most `rows` rows, with logits for at most `outs` of them (0: none).
 
-    sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
-    stream in the io tensors `hidden.0` .. `hidden.{layers}` f32 [rows, hidden].
+    sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab], and the experts of a mixture's layer l in
+    `chosen.{l}` i32 [rows, experts_used]; capture=True instead leaves the residual stream in the io tensors `hidden.0` ..
+    `hidden.{layers}` f32 [rows, hidden].
     options: include steps of the schedule with these options (`option`); requires sampling.
     layout: a plan of the same phase for at least as many rows whose offsets are reused, so that both fit in one arena
     (placed on its own, a smaller plan may need more).
@@ -204,13 +205,15 @@ class _Planner:
         args = {}
         for key in op.tensors:
             name = unbound.args.get(key, key)
-            args[key] = self._hidden(self.choice.get(name, name))
+            args[key] = self._read_back(self.choice.get(name, name))
         return args
 
-    def _hidden(self, name: str) -> str:
-        """The name of a captured residual stream tensor."""
-        stem, _, index = name.rpartition(".")
-        return f"hidden.{index}" if self.capture and stem == self.target.schedule.schedule.residual else name
+    def _read_back(self, name: str) -> str:
+        """The name of a tensor for the host: of the residual stream, or of chosen experts."""
+        (stem, _, index), head = name.rpartition("."), self.target.schedule.schedule
+        if self.capture:
+            return f"hidden.{index}" if stem == head.residual else name
+        return f"chosen.{index}" if not self.sample and stem == head.experts else name
 
     # ------------------------------------------------------------------------------------------------------- dtypes
     def _weight(self, name: str) -> WeightInfo | None:
@@ -396,8 +399,7 @@ class _Planner:
                 f"{key} is {' or '.join(options)}, but {name} is read as {dtype}: "
                 "put a quantize_act step between them or change the reader's act",
             )
-        host = name.startswith("hidden.") if self.capture else False
-        host |= unbound.extent == "outs" and not self.sample
+        host = name.startswith(("hidden.", "chosen.")) or (unbound.extent == "outs" and not self.sample)
         self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation", per_pass=True)
         if not host:
             self.lives[name] = (index, index)

@@ -45,6 +45,8 @@ class Head(Model):
     """Shipped schedules to try if the weights do not fit in the device's memory; the first that fits is used."""
     residual: Text = "x"
     """Name of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
+    experts: Text = "experts"
+    """Name of the experts that each row chose: `<experts>.{l}` in layer l."""
 
 
 class Profile(Model):
