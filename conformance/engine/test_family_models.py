@@ -162,7 +162,7 @@ def test_requests_together_are_requests_alone(
         agree(list(handle.result(timeout=300).ids), list(cases[i].greedy[:many]), ahead(name, i)[:many], EXACT_NEAR)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [f for f in FAMILIES if f != "demo-gemma4-moe"])  # whose layers share no cache
 def test_shared_layers_take_the_wanted_rows_of_a_prompt(models: Models, name: str) -> None:
     """Prefill: of 32 rows the one whose logits are wanted. Decode: every row, without a gather."""
     model = several(models, "cpu", name)
