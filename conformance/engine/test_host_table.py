@@ -35,7 +35,7 @@ TURN = list(FAMILIES)[int(kernels_digest(), 16) % 2]  # on Vulkan, in the short 
 
 def load(path: Path, backend: str, **options: Any) -> hybrid.Model:
     device = for_model(backend, named_schedule(options["schedule"]) if "schedule" in options else None)
-    return hybrid.load(path, device, ctx=64, chunk=16, slots=3, precision="exact", **options)
+    return hybrid.load(path, device, ctx=64, chunk=16, slots=3, precision="exact", prove=False, **options)
 
 
 def texts(model: hybrid.Model) -> list[list[str]]:
