@@ -18,8 +18,9 @@ from conformance.files.seeds import gguf_file
 from conformance.files.targets import refused
 from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
-from hybrid.checkpoint.files import read_json
+from hybrid.checkpoint.files import OpenFile, read_json
 from hybrid.checkpoint.finite import FIELDS, check_scales
+from hybrid.checkpoint.gguf_header import read_header
 from hybrid.core.dtypes import DTYPES, QUANTISED_TYPES
 
 ARCH = value("general.architecture", 8, string("gemma3"))
@@ -73,6 +74,28 @@ HEADS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "no-tensors": (head([ARCH], []), ("token_embd.weight", "missing")),
     "split-count": (head([ARCH, value("split.count", 2, struct.pack("<H", 65535))], []), ("split.count", "65535")),
 }
+
+
+def test_texts_of_an_array_are_read_whatever_they_hold(tmp_path: Path) -> None:
+    """Many are read at once, up to one that is empty, long or has a NUL; some end in another buffer."""
+    draw, path = np.random.default_rng(1), tmp_path / "m.gguf"
+    odd = [
+        b"",
+        b"\0",
+        bytes(7),
+        b"a" + bytes(8),
+        b"\xff\xe2\x96",
+        "\u2581".encode(),
+        b"x" * 255,
+        b"y" * 256,
+        b"z" * 600,
+    ]
+    for share in (0.0, 0.01, 0.5):
+        texts = [odd[draw.integers(len(odd))] if draw.random() < share else b"%d" % i for i in range(70_000)]
+        items = struct.pack("<IQ", 8, len(texts)) + b"".join(map(string, texts))
+        path.write_bytes(head([value("a", 9, items), value("b", 4, struct.pack("<I", 7))], []))
+        values, _ = read_header(OpenFile(path))
+        assert values == {"a": [t.decode("utf-8", "surrogateescape") for t in texts], "b": 7}
 
 
 @pytest.mark.parametrize("name", list(HEADS))

@@ -126,6 +126,8 @@ class _Cursor:
         while len(out) < count:
             out.append(self.string())  # checks limits and refills the buffer
             buffer, at = self._buffer, self.at - self._begin
+            short, at = _short_strings(buffer, at, count - len(out))
+            out += short
             while len(out) < count and at + 8 <= len(buffer):
                 end = at + 8 + int.from_bytes(buffer[at : at + 8], "little")
                 if end > len(buffer):
@@ -171,6 +173,25 @@ class _Cursor:
         if wrong is not None:
             raise CheckpointError(f"{self.path}: damaged metadata: {key} has the truth value {wrong}")
         return [bool(v) for v in values]
+
+
+def _short_strings(buffer: bytes, at: int, most: int) -> tuple[list[str], int]:
+    """(strings, where they end): those from `at` on, all at once, up to one that is empty, has more than 255 bytes or is
+    not all in the buffer. None if one has a NUL: their lengths are found by seven NULs after another byte."""
+    data = np.frombuffer(buffer, np.uint8, offset=at)
+    zero = data == 0
+    twos = zero[1:-1] & zero[2:]  # [i]: bytes i + 1 and i + 2
+    fours = twos[:-2] & twos[2:]
+    lengths = np.flatnonzero(~zero[:-7] & fours[:-3] & fours[3:])[:most]
+    ends = lengths + 8 + data[lengths]
+    chained = (lengths == np.append(0, ends)[:-1]) & (ends <= len(data))
+    count = len(chained) if chained.all() else int(chained.argmin())
+    end = int(ends[count - 1]) if count else 0
+    text = data[:end][~zero[:end]]
+    if not count or len(text) != end - 7 * count:
+        return [], at
+    text[lengths[:count] - 7 * np.arange(count)] = 0  # what is left of a length separates
+    return str(text, "utf-8", "surrogateescape").split("\0")[1:], at + end
 
 
 def _tensor_info(cursor: _Cursor) -> TensorInfo:

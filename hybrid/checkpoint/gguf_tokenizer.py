@@ -50,10 +50,13 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
         scores, merges = _list(m, "scores", (int, float), len(pieces)), None
     ends = end_ids(metadata, rows)
     eos = _index(m, "eos_token_id")
+    # User-defined pieces have real spaces here and match them; SentencePiece has U+2581 instead.
+    spelled = list(pieces)
+    for i in [i for i, t in enumerate(types) if t == USER_DEFINED]:
+        spelled[i] = pieces[i].replace(" ", SPACE)
     try:
         vocabulary = Vocabulary(
-            # User-defined pieces have real spaces here and match them; SentencePiece has U+2581 instead.
-            tuple(p.replace(" ", SPACE) if t == USER_DEFINED else p for p, t in zip(pieces, types, strict=True)),
+            tuple(spelled),
             tuple(scores),
             tuple(types),
             _index(m, "bos_token_id"),
@@ -91,7 +94,7 @@ def first_repeated(metadata: Fields) -> tuple[str, int, int] | None:
     """A piece and its first two ids, if the vocabulary has one twice."""
     m = metadata.under("tokenizer.ggml.")
     pieces, types = m.get("tokens", []), m.get("token_type", [])
-    if not isinstance(pieces, list) or not isinstance(types, list) or not all(isinstance(p, str) for p in pieces):
+    if not isinstance(pieces, list) or not isinstance(types, list) or set(map(type, pieces)) - {str}:
         return None  # refused where the tokenizer is made
     if len(set(pieces)) == len(pieces):
         return None

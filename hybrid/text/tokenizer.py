@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
+from operator import neg
 from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
@@ -97,8 +99,8 @@ class Vocabulary:
         if not all(map(math.isfinite, self.scores)):
             index = next(i for i, score in enumerate(self.scores) if not math.isfinite(score))
             raise TokenizerError(f"score {self.scores[index]} at id {index}: it must be a finite number")
-        wrong = next((t for t in self.types if t not in range(1, 7)), None)
-        if wrong is not None:
+        if unknown := set(self.types) - set(range(1, 7)):
+            wrong = next(t for t in self.types if t in unknown)
             raise TokenizerError(f"token type {wrong} at id {self.types.index(wrong)}; known: 1 to 6")
         for name in _IDS:
             value = getattr(self, name)
@@ -142,36 +144,37 @@ class Tokenizer:
         self.n_rows = max(self.n_tokens, rows or 0)
         self.bos_id = v.bos_id if v.add_bos else None
         ends = {i for i in (v.eos_id, *eos_ids) if i is not None and 0 <= i < self.n_tokens}
-        pieces = [(i, p) for i, p in enumerate(v.pieces) if v.types[i] != BYTE]
-        self._ids = {p: i for i, p in reversed(pieces)}  # of equal pieces the first counts
-        if len(self._ids) < len(pieces):
-            pieces = [(i, p) for i, p in pieces if self._ids[p] == i]
+        others = [t != BYTE for t in v.types]
+        pieces, ids = list(compress(v.pieces, others)), list(compress(range(self.n_tokens), others))
+        self._ids = dict(zip(reversed(pieces), reversed(ids), strict=True))  # of equal pieces the first counts
         self.eos_ids = frozenset(ends | {self._ids[t] for t in END_TEXTS if t in self._ids})
         self.types = _effective_types(v, self._ids, markers)
         """Effective types of the pieces."""
-        mergeable = (NORMAL, USER_DEFINED, UNUSED)
-        self._mergeable = {
-            p: i for i, p in pieces if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
-        }
+        # Nearly all pieces are normal: what follows copies their dictionary, and looks at each of the others.
+        odd = {p: t for i, t in enumerate(self.types) if t != NORMAL and self._ids.get(p := v.pieces[i]) == i}
+        self._mergeable = self._ids.copy()
+        never = [p for p, t in odd.items() if t in (CONTROL, UNKNOWN)]
+        for p in (*never, *PRINTED_MARKS, *(p for p in self._ids if " " in p)):
+            self._mergeable.pop(p, None)
         # Key of a pair: its concatenation, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
         if v.merges is None:
-            self._order: dict[str, float] = {p: -v.scores[i] for p, i in self._mergeable.items()}
-            self._unused = {p for i, p in pieces if self.types[i] == UNUSED}
+            scores = map(neg, map(v.scores.__getitem__, self._mergeable.values()))
+            self._order: dict[str, float] = dict(zip(self._mergeable, scores, strict=True))
+            self._unused = {p for p, t in odd.items() if t == UNUSED}
         else:
             self._order = _order_of_merges(v, self._mergeable)
             self._unused = set()
         self._bytes = _byte_ids(v)
-        user = {p: i for i, p in pieces if self.types[i] == USER_DEFINED and " " not in p and p}
-        hidden = (CONTROL, UNKNOWN)
-        control = {p.replace(" ", SPACE): i for i, p in pieces if self.types[i] in hidden and p}
+        user = {p: self._ids[p] for p, t in odd.items() if t == USER_DEFINED and " " not in p and p}
+        control = {p.replace(" ", SPACE): self._ids[p] for p in never if p}
         marks = {p: i for p, i in user.items() if p in PRINTED_MARKS}
         unmarked = {p: i for p, i in user.items() if p not in marks}
         cutters = (_Cutter(p, v.reach) for p in (user, control | user, control, control | marks, unmarked))
         self._user, self._special, self._control, self._quoted, self._unmarked = cutters
         # If no piece has a space after another character, merges never cross word boundaries: words are encoded
         # separately and cached.
-        self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
+        self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable if SPACE in p[1:])
         self._words: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -472,7 +475,7 @@ def _order_of_merges(v: Vocabulary, mergeable: Mapping[str, int]) -> dict[str, f
 
 def _byte_ids(v: Vocabulary) -> list[int]:
     """Id of each byte's piece, <0x00> to <0xFF>."""
-    found = {p: i for i, (p, t) in enumerate(zip(v.pieces, v.types, strict=True)) if t == BYTE}
+    found = {v.pieces[i]: i for i in [i for i, t in enumerate(v.types) if t == BYTE]}
     ids = [found.pop(f"<0x{b:02X}>", -1) for b in range(256)]
     if found or -1 in ids:
         problem = f"piece {next(iter(found))!r} is not a byte" if found else f"<0x{ids.index(-1):02X}> is missing"
