@@ -9,6 +9,7 @@ import pytest
 
 import hybrid
 from conformance.support.paths import DEMO
+from hybrid.checkpoint import CheckpointError
 from hybrid.core.dtypes import QUANTISED_TYPES
 from hybrid.core.tensor import Rows, Tensor
 from hybrid.harness import block_values
@@ -68,6 +69,18 @@ def test_a_processor_with_wrong_products_is_named_and_not_used(monkeypatch: pyte
     assert why is not None and why.endswith("wrong products of q4_0 on this processor")
     monkeypatch.setattr(nbits, "unusable", lambda: why)
     assert CpuDevice().failures == (f"{why}; so float32",) and "onnxruntime" not in CpuDevice().threads
+
+
+def test_a_matrix_that_cannot_be_read_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are made by other threads, while more matrices are stored."""
+
+    def damaged(w: Tensor, form: nbits._Form) -> None:
+        raise CheckpointError("no such codes")
+
+    assert nbits.unusable() is None
+    monkeypatch.setattr(nbits, "_coded", damaged)
+    with pytest.raises(CheckpointError, match="no such codes"):
+        hybrid.load(DEMO, "cpu")
 
 
 def test_a_model_holds_codes_instead_of_its_file() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from hybrid.kernels.host import nbits
 from hybrid.kernels.host.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
 from hybrid.kernels.host.nbits import Product
 from hybrid.kernels.host.program import HostProgram, int8_activations
-from hybrid.kernels.host.threads import BlasThreads
+from hybrid.kernels.host.threads import BlasThreads, processors
 from hybrid.quant.codec import Value, argument, copy_rows, dequantise, joined, row_blocks, rows, runs
 from hybrid.spec.op import load_ops
 
@@ -111,6 +112,7 @@ class HostDevice(SingleDevice):
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
         self._products: dict[str, Product] = {}
+        self._making: deque[Product] = deque()
         self._uses: dict[str, bool | None] = {}
         """Weights of the plans that are being loaded: whether they multiply int8 activations; None: not a product's."""
         self._slabs = Slabs()
@@ -137,15 +139,19 @@ class HostDevice(SingleDevice):
 
     @contextmanager
     def loading(self, nbytes: int, plans: Iterable[Plan] = ()) -> Iterator[None]:
-        """See Device.loading. Matrices of `plans` stay in their file; what products need is made as they are stored."""
+        """See Device.loading. Matrices of `plans` stay in their file; what products need is made as they are stored, of a
+        few at a time."""
         steps = [(step, plan, self.ops[step.op]) for plan in plans for step in plan.steps if step.op in self.ops]
         self._uses = {name: None for step, _, _ in steps for name in step.args.values()}
         for step, plan, spec in steps:
             self._uses |= dict.fromkeys((step.args[n] for n in spec.matrices), int8_activations(spec, step, plan))
         try:
             yield
+            while self._making:
+                self._making.popleft().wait()
         finally:
             self._uses = {}
+            self._making.clear()
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         """See Device.store. A weight given whole is kept by reference. Matrices of the plans that are loaded, and weights
@@ -164,7 +170,11 @@ class HostDevice(SingleDevice):
         self._put(decl, tensor)
         self.counters.bytes_up += decl.data_bytes if value is not None or parts else 0
         if (int8 := self._uses.get(decl.name)) is not None:
-            self.weight(decl.name, int8)
+            made = self.weight(decl.name, int8)
+            if isinstance(made, Product):
+                self._making.append(made)
+            if len(self._making) > 2 * processors():
+                self._making.popleft().wait()
         self.generation += 1
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:

@@ -94,18 +94,21 @@ class Product:
             for a, b in row_blocks(group.shape[0], group.shape[1], _AT_ONCE):
                 makers.append((at + a, at + b, partial(_Part, group.rows(a, b))))
             at += group.shape[0]
-        self._parts = list(_pool(processors()).map(lambda made: (made[0], made[1], made[2]()), makers))
-
+        self._making = [(a, b, _pool(processors()).submit(make)) for a, b, make in makers]
         self.nbytes = size(source)
+
+    def wait(self) -> list[tuple[int, int, _Part]]:
+        """Its parts with their first and last rows, once they are made. Raises what reading the matrix raises."""
+        return [(a, b, part.result()) for a, b, part in self._making]
 
     def __call__(self, x: Tensor) -> np.ndarray:
         """float32 x @ w.T. x: q8_act, `exact_for` it."""
-        values, threads = dequantise(x), self.threads()
-        if len(self._parts) == 1 and (threads == 1 or len(values) <= _ROWS):
-            return self._parts[0][2](x, values)
+        values, threads, parts = dequantise(x), self.threads(), self.wait()
+        if len(parts) == 1 and (threads == 1 or len(values) <= _ROWS):
+            return parts[0][2](x, values)
         y = np.empty((len(values), self.shape[0]), np.float32)
         step = max(_ROWS, -(-x.shape[0] // threads // _ROWS) * _ROWS)
-        tasks = [(y[i : i + step, a:b], part, i) for a, b, part in self._parts for i in range(0, len(values), step)]
+        tasks = [(y[i : i + step, a:b], part, i) for a, b, part in parts for i in range(0, len(values), step)]
 
         def run(task: tuple[np.ndarray, _Part, int]) -> None:
             out, part, i = task
