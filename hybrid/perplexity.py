@@ -76,6 +76,31 @@ class Measured:
     """Divergence of predictions with such a layer; `routed_alike`: of the others."""
     routed_alike: Running = field(default_factory=Running)
 
+    def add(
+        self, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None, others: np.ndarray | None = None
+    ) -> None:
+        """Logits [n, vocab] of n predictions, the tokens that came, and another model's logits; of a mixture, the share of
+        layers with other experts."""
+        if others is not None:
+            self.other_experts.add(others)
+        step = max(1, _ROW_ELEMENTS // logits.shape[1])
+        for start in range(0, len(targets), step):
+            rows = np.arange(len(targets[start : start + step]))
+            picked = targets[start : start + step]
+            log_q = _log_softmax(logits[start : start + step])
+            self.nats.add(-log_q[rows, picked])
+            if reference is None:
+                continue
+            log_p = _log_softmax(reference[start : start + step])
+            self.reference_nats.add(-log_p[rows, picked])
+            self.same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            divergence = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0)
+            self.divergence.add(divergence)
+            if others is not None:
+                some = others[start : start + step] > 0
+                self.rerouted.add(divergence[some])
+                self.routed_alike.add(divergence[~some])
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -151,26 +176,8 @@ def measure(
 
 
 def _add(into: Measured, ours: Captured, used: np.ndarray, targets: np.ndarray, theirs: Captured | None) -> None:
-    logits, reference = ours.rows[used], None if theirs is None else theirs.rows[used]
-    others = None if theirs is None else _other_experts(ours, theirs, used)
-    if others is not None:
-        into.other_experts.add(others)
-    step = max(1, _ROW_ELEMENTS // logits.shape[1])
-    for start in range(0, len(targets), step):
-        rows = np.arange(len(targets[start : start + step]))
-        picked = targets[start : start + step]
-        log_q = _log_softmax(logits[start : start + step])
-        into.nats.add(-log_q[rows, picked])
-        if reference is not None:
-            log_p = _log_softmax(reference[start : start + step])
-            into.reference_nats.add(-log_p[rows, picked])
-            into.same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-            divergence = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0)
-            into.divergence.add(divergence)
-            if others is not None:
-                some = others[start : start + step] > 0
-                into.rerouted.add(divergence[some])
-                into.routed_alike.add(divergence[~some])
+    reference = None if theirs is None else theirs.rows[used]
+    into.add(ours.rows[used], targets, reference, None if theirs is None else _other_experts(ours, theirs, used))
 
 
 def _other_experts(ours: Captured, theirs: Captured, used: np.ndarray) -> np.ndarray | None:

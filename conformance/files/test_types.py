@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import hybrid
+from conformance.files import type_table
 from conformance.files.kquants import K_TYPES, encode, mixture, write_gguf
 from conformance.support import models
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.models import documents
+from conformance.support.paths import DEMO
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
@@ -178,3 +180,10 @@ def test_the_reference_encoders_are_near(dtype: str) -> None:
     assert np.sqrt(np.square(error).mean()) < {"q4_k": 0.09, "q5_k": 0.05, "q6_k": 0.025}[dtype]
     assert not dequantise(encode(np.zeros((1, 256), np.float32), dtype)).any()
     assert isinstance(encode(x, dtype), Tensor) and DTYPES[dtype].block == 256
+
+
+def test_decode_passes_are_compared_position_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks of several lengths, of which decode passes read a row each."""
+    monkeypatch.setattr(type_table, "CHUNK", 16)
+    (found,) = type_table.distances(DEMO, 20, [("cpu", "exact", "decode")])
+    assert found.same == found.nats.n > 250 and found.divergence.mean < 1e-9
