@@ -63,7 +63,7 @@ def logits(path: Path, run: Run, limit: int | None) -> Iterator[tuple[np.ndarray
         for some in (chunks[at : at + TOGETHER] for at in range(0, len(chunks), TOGETHER)):
             rows = [(at, i) for i, ids in enumerate(some) for at in range(len(ids))]
             if phase == "decode":  # reads a row of each chunk, then the next of each
-                found = np.concatenate([*model.engine.decode_logits(some)])
+                found = np.concatenate([part.rows for part in model.engine.decode_logits(some)])
                 found = found[np.argsort(sorted(range(len(rows)), key=rows.__getitem__))]
             else:
                 found = np.concatenate([*model.engine.logits_of(some)])
