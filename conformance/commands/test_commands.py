@@ -210,7 +210,8 @@ def test_inspecting_a_large_model_plans_no_more_than_a_small_one(monkeypatch, ca
         assert inspect.main([name]) == 0
         counts[name] = len(steps)
     assert (
-        load_models()["gemma3-27b"].hparams().n_layers == 62 and counts["gemma3-27b"] <= 1.2 * counts["gemma3-1b"] < 900
+        load_models()["gemma3-27b"].hparams().n_layers == 62
+        and counts["gemma3-27b"] <= 1.2 * counts["gemma3-1b"] < 1200
     )
     assert "needs, for 1 x 4096 positions" in capsys.readouterr().out
 

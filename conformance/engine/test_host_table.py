@@ -13,7 +13,7 @@ import hybrid
 from conformance.support.devices import BACKENDS, for_model, own_memory
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
-from hybrid.checkpoint.families import tensors
+from hybrid.checkpoint.families import is_exact, tensors
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
 from hybrid.devices.transfers import Transfers
@@ -110,7 +110,7 @@ def test_tensors_between_devices_have_one_type_each() -> None:
     """Where matrix units multiply f16, prompts and decoding give the experts rows of different types."""
     hp = tiny_gemma4(inputs=False, experts=(8, 2, 32))
     schedule, cache = named_schedule("gemma4-host-experts"), CacheShape.of(hp, 64, 2, 16)
-    weights = {n: WeightInfo("q8_0" if len(s) > 1 else "f32", s) for n, s in tensors(hp).items()}
+    weights = {n: WeightInfo("f32" if is_exact(n, s) else "q8_0", s) for n, s in tensors(hp).items()}
     target = Target(schedule, hp, weights, cache, hp.vocab, device="vulkan", capabilities=frozenset({"f16_matrices"}))
     plans = [plan(target, 2, 2, "decode"), plan(target, 16, 2, "prefill")]
     stored, rows = outlasting(plans), set()

@@ -43,6 +43,7 @@ HIDDEN = {
     "gemma4-e4b": 2560,
     "gemma4-12b": 3840,
     "gemma4-31b": 5376,
+    "gemma4-26b-a4b": 2816,
 }
 OPS = load_ops()
 SPIRV = ROOT / "kernels" / "vulkan" / "spirv"

@@ -105,7 +105,7 @@ def test_prompts_within_half_a_second_are_short(judged):
 
 def test_advice_fits_and_suffices():
     found = list(islice(targets.advice(16 << 30, 50, 256, APU), None if LONG else 1))  # largest first
-    assert [s.config.model for s in found][:2] == ["gemma4-12b", "gemma3-12b"][: 2 if LONG else 1]
+    assert [s.config.model for s in found][:2] == ["gemma4-26b-a4b", "gemma4-12b"][: 2 if LONG else 1]
     for s in found:
         assert s.expected >= 50
         assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256, APU) <= 16 << 30
@@ -134,7 +134,7 @@ def test_drafts_are_of_the_same_family_and_count_as_memory():
     assert drafts == {
         **dict.fromkeys(("gemma3-270m", "gemma3-1b", "gemma3n-e2b", "gemma3n-e4b", "gemma4-e2b")),
         **dict.fromkeys(("gemma3-4b", "gemma3-12b", "gemma3-27b"), "gemma3-1b"),
-        **dict.fromkeys(("gemma4-e4b", "gemma4-12b", "gemma4-31b"), "gemma4-e2b"),
+        **dict.fromkeys(("gemma4-e4b", "gemma4-12b", "gemma4-31b", "gemma4-26b-a4b"), "gemma4-e2b"),
     }
     plain = search.Config("gemma3-4b", "q4_0", 1, 256)
     beside = search.needed(replace(plain, draft=(4, 0.8)), APU) - search.needed(plain, APU)

@@ -161,6 +161,8 @@ class Machine(Subgroups):
                     self._do(op, t, result, a)
                 except Fault:
                     raise
+                except IndexError as error:
+                    raise Fault(f"{self.name}: opcode {op} outside its buffer: {error}") from error
                 except Exception as error:
                     raise NotInterpreted(f"{self.name}: opcode {op}: {type(error).__name__}: {error}") from error
             for label, mask in self._ways(block):
