@@ -1,4 +1,4 @@
-"""What commands say and do in the first hour: names, notes, interruption; and the Python API's chat."""
+"""Command names, notes, interruption, replaced folders, and chat in the Python API."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_replaced_folder_keeps_no_tokenizer_of_the_model_before(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
 @pytest.mark.parametrize("when", ["import", "run"])
 def test_ctrl_c_while_modules_load_is_quiet(tmp_path: Path, when: str) -> None:
     """The process interrupts itself at an import: before the command runs, and within it."""

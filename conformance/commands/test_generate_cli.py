@@ -153,7 +153,7 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
 @pytest.mark.parametrize("closed", [0, 1, 2] if LONG else [int(kernels_digest(), 16) % 3])  # alternating
 def test_a_closed_standard_stream_is_no_error(folder, closed):
     args = [sys.executable, "-m", "hybrid.generate", str(folder), "--device", "cpu", "-p", "-", "-n", "2"]
@@ -162,7 +162,7 @@ def test_a_closed_standard_stream_is_no_error(folder, closed):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
 def test_ctrl_c_ends_with_statistics_and_130(folder):
     code = (
         "import hybrid.engine.runner as r, sys, time; old = r.Runner.tokens\n"

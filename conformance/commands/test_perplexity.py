@@ -78,7 +78,7 @@ def test_divergence_from_a_reference(
 
 
 def test_other_experts_of_a_mixture_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of int8 activations beside float32, with the divergence where there are any."""
+    """The share of rows whose experts differ between int8 and float32 activations, and their divergence."""
     path = str(demo(name="demo-gemma4-moe", layers=(0, 1, 2)))
     args = [path, str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "48", "--cut", "--kl", "exact", "--json"]
     assert main(args) == 0

@@ -122,7 +122,7 @@ def test_a_kernel_that_computes_something_else_is_named(
     assert found & changed, found
 
 
-@pytest.mark.skipif(not LONG, reason="first loads take other kernels below")
+@pytest.mark.skipif(not LONG, reason="slow; first loads replace wrong kernels in the short profile")
 def test_other_kernels_are_found_and_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_device_without_a_proved_way_is_refused(monkeypatch: pytest.MonkeyPatc
     opening.open_device("vulkan").device.close()  # an option that no route has: the report is not believed
 
 
-@pytest.mark.skipif(not LONG, reason="first loads notice them below")
+@pytest.mark.skipif(not LONG, reason="slow; first loads notice lost writes in the short profile")
 def test_writes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Results then depend on what memory held before."""
     small(monkeypatch)

@@ -1,4 +1,4 @@
-"""What does not fit in memory stays in its file, and the host computes with it: per-layer embeddings, and experts."""
+"""Per-layer embeddings and experts on the host: they stay in the file when device memory is too small."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_experts_of_the_host_give_the_same_text(tmp_path: Path, shared: bool, mo
 
 
 def test_tensors_between_devices_have_one_type_each() -> None:
-    """Where matrix units multiply f16, prompts and decoding give the experts rows of different types."""
+    """On a device with f16 matrix units, prefill and decode plans would otherwise pass the experts different dtypes."""
     hp = tiny_gemma4(inputs=False, experts=(8, 2, 32))
     schedule, cache = named_schedule("gemma4-host-experts"), CacheShape.of(hp, 64, 2, 16)
     weights = {n: WeightInfo("f32" if is_exact(n, s) else "q8_0", s) for n, s in tensors(hp).items()}

@@ -25,7 +25,7 @@ IDS = np.random.default_rng(3).integers(4, 300, 40).tolist()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_logits_are_those_of_the_equations(devices: Devices, backend: str, sizes: str, tmp_path: Path) -> None:
-    """Of a prompt at once, and of tokens one after another and beside other sequences."""
+    """Prefill, decoding alone, and decoding in a batch."""
     devices.get(backend)
     path = write_hf(tmp_path / "hf", tiny_gemma4(inputs=False, experts=SIZES[sizes]), dtype="f32")
     with open_checkpoint(path) as checkpoint:

@@ -49,6 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             timeout=600,
         )
         if fetched.returncode:
+            # offline: the long profile alone needs this file
             pytest.skip(f"{NAME} cannot be had: {fetched.stderr.strip().splitlines()[-1:]}")
         path = folder / "model.gguf"
         with open(path, "wb") as out:
@@ -72,6 +73,7 @@ def test_ids_of_odd_strings_are_sentencepieces(model: Path, tmp_path: Path) -> N
     # Not `tokenizers`: a tokenizer.json made of a GGUF file's types is not Google's.
     library = agreement.libraries(tuple(zip(v.pieces, v.scores, v.types, strict=True)), tmp_path).get("sentencepiece")
     if library is None:
+        # of the extra `test`, which make test installs
         pytest.skip("sentencepiece is not installed: pip install '.[test]'")
     odd = agreement.texts(500, seed=45)
     assert len(odd) >= 1500

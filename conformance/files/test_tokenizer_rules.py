@@ -1,4 +1,4 @@
-"""What the files beside a vocabulary say of it: ids, special tokens and templates as transformers 5.24 has them.
+"""Special ids, added tokens and chat templates from Hugging Face tokenizer files, as transformers 5.24 reads them.
 
 Folders hold the small vocabulary of 302 pieces; the values are transformers'."""
 
@@ -41,7 +41,7 @@ def with_added(*tokens: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_of(folder: Path, json_: Any = None, model: bool = True, rows: int = 400, **files: Any) -> Tokenizer:
-    """Of a folder with these files; a name's last underscore is its dot."""
+    """Write the files and read their tokenizer; `tokenizer_json` names tokenizer.json."""
     if model:
         (folder / "tokenizer.model").write_bytes(sentencepiece_model(PIECES))
     for name, value in {**({} if json_ is None else {"tokenizer_json": json_}), **files}.items():

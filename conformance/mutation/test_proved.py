@@ -28,7 +28,7 @@ MUTANTS = [m for m in load() if m.kind == "shader"]
 
 @dataclass(frozen=True, slots=True)
 class Proving:
-    """What prove runs on a device, for all models of the command's default."""
+    """Kernels and trials of `hybrid.prove` for its default models on one device."""
 
     dry: DryDevice
     kernels: frozenset[str]
@@ -61,6 +61,7 @@ def test_a_mutant_that_a_plan_uses_is_flagged(
 ) -> None:
     need_compiler()
     if not (names := changed(mutant, found)):
+        # prove runs kernels of plans only: another tuning table, or a capability that the device lacks
         pytest.skip("no plan of this device uses its kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # mutants do not belong in the pipeline cache
     some = [t for t in found.trials if t.selects & names]

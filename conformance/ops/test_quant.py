@@ -118,7 +118,7 @@ def test_searched_scales_err_less_than_llama_cpp_allows_its_own(dtype: str, most
 
 @pytest.mark.parametrize("dtype", SEARCHED)
 def test_searched_scales_find_the_numbers_of_a_block(dtype: str) -> None:
-    """What the type holds exactly comes back: a whole range of codes under one scale, zeros, one number, tiny numbers."""
+    """Exactly representable blocks round-trip: all codes under one scale, zeros, one number, tiny numbers."""
     kind = DTYPES[dtype]
     codes = np.array(kind.table or range(kind.integers[0], kind.integers[1] + 1))
     x = np.resize(codes, (2, 256)).astype(np.float32) * 0.25

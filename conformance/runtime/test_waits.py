@@ -170,7 +170,7 @@ def test_programs_are_cut_where_a_submit_would_last_too_long() -> None:
 
 
 def test_a_text_is_the_same_in_many_submits(devices: Devices) -> None:
-    """Of a prompt, whose steps are cut, and of decoded tokens, which stay one submit each where they are short."""
+    """Prefill splits into many submits; a short decode step stays one submit."""
     counted, texts = [], ()
     asked: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     for limit in (None, 0.05, 1e-9):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybrid import ready
 
 FIRST_PROOF = ready.proved
-"""What loads do outside of tests (test_prove.py)."""
+"""The proof that a first load runs; tests leave it out, except test_prove.py."""
 
 
 def leave_out() -> None:

@@ -54,7 +54,7 @@ def energy_dict(energy: Energy, tokens: int) -> dict[str, Any]:
 
 
 def about(model: Model, command: str) -> dict[str, Any]:
-    """What ran: schema, command, device, driver, kernels, model, types."""
+    """A report's header: schema, command, device, driver, kernels, model, types."""
     main = getattr(model.engine.device, "main", model.engine.device)
     return {
         "schema": SCHEMA,

@@ -44,7 +44,7 @@ class Found:
 
 
 def sharded(file: str) -> re.Pattern[str] | None:
-    """What the names of all parts of a split GGUF file match; None for a whole one."""
+    """The pattern of a split GGUF file's part names; None for an unsplit file."""
     found = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", file, re.DOTALL)
     return re.compile(re.escape(found[1]) + r"-\d{5}" + re.escape(found[2])) if found else None
 

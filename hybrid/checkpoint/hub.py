@@ -17,20 +17,11 @@ from typing import Any
 
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.find import hubs, sharded
+from hybrid.checkpoint.hf_files import TOKENIZER_FILES
 
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>.+\.gguf))?", re.ASCII)
 INDEX = "model.safetensors.index.json"
-CONFIGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+CONFIGS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.dtypes import DTYPES, DType
+from hybrid.core.protobuf import field, key, varint
 from hybrid.core.tensor import Packed, Rows, Tensor, unpacked
 from hybrid.kernels.host.threads import processors
 from hybrid.quant.blocks import factors, integers
@@ -229,38 +230,19 @@ def _session(model: list[bytes | memoryview]) -> Any:
 def _model(n: int, k: int, bits: int, given: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
     """An ONNX model, in pieces: y [T, n] = MatMulNBits(x [T, k], w, scales, zeros)."""
     numbers = {"N": n, "K": k, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
-    attributes = [_field(5, _field(1, name.encode()) + _field(3, v) + _field(20, 2)) for name, v in numbers.items()]
-    inputs = b"".join(_field(1, name.encode()) for name in ("x", *given))
-    node = inputs + _field(2, b"y") + _field(4, b"MatMulNBits") + b"".join(attributes) + _field(7, _DOMAIN)
-    graph: list[bytes | memoryview] = [_field(1, node), _field(2, b"product")]
+    attributes = [field(5, field(1, name.encode()) + field(3, v) + field(20, 2)) for name, v in numbers.items()]
+    inputs = b"".join(field(1, name.encode()) for name in ("x", *given))
+    node = inputs + field(2, b"y") + field(4, b"MatMulNBits") + b"".join(attributes) + field(7, _DOMAIN)
+    graph: list[bytes | memoryview] = [field(1, node), field(2, b"product")]
     shapes = {"w": (n, k // BLOCK, BLOCK * bits // 8)}
     for name, data in given.items():
-        dims = b"".join(_field(1, d) for d in shapes.get(name, (data.size,)))
-        kind = _field(2, 1 if data.dtype == np.float32 else 2)
-        head = dims + kind + _field(8, name.encode()) + _key(9, 2) + _varint(data.nbytes)
-        graph += [_key(5, 2) + _varint(len(head) + data.nbytes) + head, data.data.cast("B")]
+        dims = b"".join(field(1, d) for d in shapes.get(name, (data.size,)))
+        kind = field(2, 1 if data.dtype == np.float32 else 2)
+        head = dims + kind + field(8, name.encode()) + key(9, 2) + varint(data.nbytes)
+        graph += [key(5, 2) + varint(len(head) + data.nbytes) + head, data.data.cast("B")]
     for number, what, width in ((11, b"x", k), (12, b"y", n)):
-        rows_by_width = _field(1, _field(2, b"T")) + _field(1, _field(1, width))
-        kind_and_shape = _field(1, _field(1, 1) + _field(2, rows_by_width))
-        graph.append(_field(number, _field(1, what) + _field(2, kind_and_shape)))
-    versions = _field(8, _field(1, b"") + _field(2, 21)) + _field(8, _field(1, _DOMAIN) + _field(2, 1))
-    return [_field(1, 10) + versions + _key(7, 2) + _varint(sum(len(g) for g in graph)), *graph]
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def _key(number: int, wire: int) -> bytes:
-    return _varint(number << 3 | wire)
-
-
-def _field(number: int, value: int | bytes) -> bytes:
-    """A protobuf field: an integer, or bytes with their length."""
-    if isinstance(value, int):
-        return _key(number, 0) + _varint(value)
-    return _key(number, 2) + _varint(len(value)) + value
+        rows_by_width = field(1, field(2, b"T")) + field(1, field(1, width))
+        kind_and_shape = field(1, field(1, 1) + field(2, rows_by_width))
+        graph.append(field(number, field(1, what) + field(2, kind_and_shape)))
+    versions = field(8, field(1, b"") + field(2, 21)) + field(8, field(1, _DOMAIN) + field(2, 1))
+    return [field(1, 10) + versions + key(7, 2) + varint(sum(len(g) for g in graph)), *graph]
