@@ -186,7 +186,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
                 hp, infos, **sizes, schedule=schedule, device=storage, capabilities=capabilities, beside=noted
             )
             if storage == "cpu":
-                needs |= dict.fromkeys(group, replace(held, weights=weight_bytes(plans, infos)).as_dict())
+                needs |= dict.fromkeys(group, replace(held, weights=weight_bytes(plans, infos), spill=0).as_dict())
                 continue
             for name, dry in group.items():
                 weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
@@ -195,7 +195,11 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         return needs
 
     needs = needs_of(schedule, asked)
-    fits = [{**m.as_dict(), "spare": m.bytes - needs[m.needs]["total"]} for m in devices]
+    fits = []
+    for m in devices:
+        spare = m.bytes - needs[m.needs]["total"]
+        spill = min(max(0, -spare), needs[m.needs]["spill"], m.host)
+        fits.append({**m.as_dict(), "spare": spare + spill, "spill": spill})
     for name in schedule.schedule.without_room if args.schedule is None else ():
         short = [row for row in fits if row["spare"] < 0 and row["needs"] != "cpu" and "problem" not in row]
         instead = needs_of(find_schedule(name), {row["needs"]: asked[row["needs"]] for row in short})
@@ -363,11 +367,12 @@ def _needs_lines(report: Mapping[str, Any]) -> list[str]:
         if "problem" in row:
             lines.append(f"  {row['device']}: {row['problem']}")
             continue
-        verdict = (
-            f"fits, {show_bytes(row['spare'])} to spare" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
-        )
+        spare = "" if row["spill"] else f", {show_bytes(row['spare'])} to spare"
+        verdict = f"fits{spare}" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
         if "schedule" in row:
             verdict += f" with schedule {row['schedule']}"
+        if row["spill"]:
+            verdict += f", with {show_bytes(row['spill'])} of experts in host memory"
         if row["spare"] < 0 and row["device"] == "cpu":
             verdict += ": so much of the weights would be read from the file at every use"
         lines.append(f"  {row['device']:44} {show_bytes(row['bytes']):>10}  {verdict}")

@@ -73,7 +73,7 @@ def load(
     blocks of one).
     queue: most waiting requests.
     memory: device memory budget in bytes or as text such as 16GiB; the cache gets the rest after weights and
-    activations (default: enough for `slots` full contexts).
+    activations (default: enough for `slots` full contexts). A mixture's experts that do not fit go to host memory.
     chunk: rows of a prefill pass (default: by the device).
     deterministic: bit-identical results, independent of prompt chunks and other requests; slower.
     profile: time every step. progress: show a progress bar, if it takes more than a second.
@@ -266,7 +266,7 @@ class Model:
             passed_over=(*self.passed_over, *engine.device.failures, *engine.faults),
             precision=runner.precision,
             bytes_per_token=plan_cost(decode, context).nbytes,
-            bytes_elsewhere=bytes_elsewhere(decode, context, engine.device.backend),
+            bytes_elsewhere=bytes_elsewhere(decode, context, engine.device.backend, runner.spilled),
             per_pass={name: getattr(done, name) / max(runner.decoded, 1) for name in counted},
             carried=engine.device.copies,
             notes=self.checkpoint.notes,

@@ -51,7 +51,7 @@ def ready(
             opened = found()
     try:
         if not given:
-            opened, schedule = with_budget(opened, schedule, config, checkpoint)
+            opened, schedule, config = with_budget(opened, schedule, config, checkpoint)
         engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock, queue=queue)
         with clock.phase("pipelines"):
             engine.runner.warm_up()

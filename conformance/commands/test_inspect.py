@@ -160,13 +160,27 @@ def test_a_name_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(args) == 1 and words in capsys.readouterr().err
 
 
-def test_a_schedule_with_weights_on_the_host_is_named_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gemma4-26b-a4b", "--type", "q4_0", "--memory", "8GiB", "--json"]) == 0
+def test_experts_that_do_not_fit_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["gemma4-26b-a4b", "--type", "q4_0", "--json", "--memory"]
+    assert main([*command, "8GiB"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    row, needs = report["fits"][0], report["needs"]["vulkan"]
+    assert row["spare"] == 0 < row["spill"] == needs["total"] - (8 << 30) < needs["spill"] and "schedule" not in row
+    assert f"fits, with {show_bytes(row['spill'])} of experts in host memory" in shown(report, False)
+    experts = sum(t["bytes"] for t in report["tensors"] if t["name"].endswith("_exps.weight"))
+    assert needs["spill"] == experts and "total" in needs and needs["total"] < 14 << 30
+    assert main([*command, "1GiB"]) == 0
     report = json.loads(capsys.readouterr().out)
     row = report["fits"][0]
-    assert (
-        row["schedule"] == "gemma4-host-experts" and row["spare"] >= 0 > (8 << 30) - report["needs"]["vulkan"]["total"]
-    )
+    assert row["spill"] == experts and row["spare"] == (1 << 30) - needs["total"] + experts < 0
+    assert f"{show_bytes(-row['spare'])} short, with {show_bytes(experts)} of experts" in shown(report, False)
+
+
+def test_a_schedule_with_weights_on_the_host_is_named_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gemma4-e2b", "--type", "q4_0", "--memory", "2GiB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    row = report["fits"][0]
+    assert row["schedule"] == "gemma4-host-table" and row["spare"] >= 0 > (2 << 30) - report["needs"]["vulkan"]["total"]
     assert f"to spare with schedule {row['schedule']}" in shown(report, False)
 
 

@@ -138,6 +138,16 @@ class Device(Protocol):
         """Bytes free for tensors now; None if unknown."""
         ...
 
+    @property
+    def unified(self) -> bool:
+        """Whether its memory is the host's, not behind a bus."""
+        ...
+
+    def host_room(self, memory: int) -> int:
+        """Bytes of host memory for weights (TensorDecl.pool), beside `memory` bytes of its own; 0 where it stores none
+        there."""
+        ...
+
     def has(self, feature: str) -> bool:
         """Whether a capability that schedules and bindings name is present and enabled."""
         ...
@@ -222,6 +232,10 @@ class SingleDevice:
     threads: str = ""
     available: int | None = None
     exact: bool = False
+    unified: bool = True
+
+    def host_room(self, memory: int) -> int:
+        return 0
 
     def few_rows(self, hidden: int) -> int:
         return FEW_ROWS

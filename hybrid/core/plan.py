@@ -57,6 +57,8 @@ ALIGN = 256  # Vulkan's largest permitted minStorageBufferOffsetAlignment
 
 PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
 """A tensor's kind -> the name under which Device.memory() counts its bytes."""
+IN_HOST_MEMORY = "weights_in_host_memory"
+"""The same for weights of the pool `host`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ class TensorDecl:
     device: str = ""
     """Weights: the secondary device that stores it, if only that device uses it and has no fallback; empty: the main
     device."""
+    pool: Literal["device", "any", "host"] = "device"
+    """Weights: the memory that they are stored in, the device's, or the host's, from which the device reads them;
+    `any`: the loader decides."""
     per_pass: bool = False
     """Whether it belongs to one pass (rows, control words, activations), not to sequences or the model. Overlapping
     passes have one each."""

@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,12 @@ UNITS = "matrix units"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's memory size, and its column of `needs`."""
+    """A device's memory size, and its column of `needs`. host: bytes of host memory for weights that do not fit."""
 
     device: str
     bytes: int
     needs: str
+    host: int = 0
     problem: str | None = None
     dry: Any = None
     """The dry-run device (kernels.vulkan.dry) of a present device."""
@@ -52,11 +54,12 @@ def memories(given: int | None) -> list[Memory]:
     from hybrid.devices.opening import NoDevice
     from hybrid.kernels.host.memory import usable_bytes
 
-    found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
+    kinds = (("", "vulkan"), (f", {UNITS}", UNITS)) if given is not None else ()
+    found = [Memory(f"--memory{what}", given or 0, needs, sys.maxsize) for what, needs in kinds]
     try:
         found += _vulkan()
     except NoDevice as error:
-        found.append(Memory("vulkan", 0, "vulkan", str(error)))
+        found.append(Memory("vulkan", 0, "vulkan", problem=str(error)))
     return [*found, Memory("cpu", usable_bytes(), "cpu")]
 
 
@@ -72,7 +75,14 @@ def _vulkan() -> list[Memory]:
         raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
     try:
         return [
-            Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r)) for i, r in survey()
+            Memory(
+                i.label,
+                max(n for n, own in r.heaps if own),
+                i.label,
+                max((n for n, own in r.heaps if not own), default=0),
+                dry=DryDevice.like(r),
+            )
+            for i, r in survey()
         ]
     except VulkanUnavailable as error:
         raise NoDevice(str(error)) from None

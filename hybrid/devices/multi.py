@@ -67,6 +67,13 @@ class MultiDevice:
     def exact(self) -> bool:
         return self.main.exact
 
+    @property
+    def unified(self) -> bool:
+        return self.main.unified
+
+    def host_room(self, memory: int) -> int:
+        return self.main.host_room(memory)
+
     def few_rows(self, hidden: int) -> int:
         return self.main.few_rows(hidden)
 

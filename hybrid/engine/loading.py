@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,6 @@ from hybrid.planning.passes import (
     fixed_rows,
     pass_sizes,
 )
-from hybrid.planning.pipeline import outlasting
 from hybrid.planning.planner import PrecisionName, Target, plan
 from hybrid.planning.rope import rope_of
 from hybrid.quant.codec import dequantise, quantise, row_blocks
@@ -169,6 +169,9 @@ class Budget:
 
     memory: int
     weights: int
+    """Those in device memory."""
+    spill: int
+    """Bytes of further weights, in host memory."""
     rest: int
     """Activations, tables, results, and HEADROOM."""
     blocks: tuple[int, int]
@@ -182,59 +185,57 @@ class Budget:
         return f"memory {show_bytes(self.memory)}: {shown}: {self.sequences:.1f} sequences of {self.context} tokens"
 
 
-def budget_for(memory: int, held: Footprint, cache: CacheShape) -> Budget:
-    """The split of `memory` bytes. held: the engine's footprint with `cache`. OverBudget says what is missing and what would
-    fit."""
+def budget_for(memory: int, held: Footprint, cache: CacheShape, room: int = 0) -> Budget:
+    """The split of `memory` bytes. held: the engine's footprint with `cache`. room: bytes of host memory for weights
+    that do not fit. OverBudget says what is missing and what would fit."""
     rest = held.total - held.weights - held.kv_global - held.kv_local + HEADROOM
-    left = memory - held.weights - rest
     per_global, per_local = held.kv_global / cache.global_blocks, held.kv_local / cache.local_blocks
     one = per_global * cache.table + per_local * cache.ring
+    spill = min(max(0, math.ceil(held.weights + rest + one) - memory), held.spill, room)
+    weights = held.weights - spill
+    left = memory - weights - rest
     if left < one:
         fits = int((left - per_local * cache.ring) // per_global) * cache.block if per_global else 0
         fix = f"ctx={fits} would fit" if fits >= cache.block else "use a smaller weight type"
-        needs = int(held.weights + rest + one)
+        needs = int(weights + rest + one)
+        beside = f" beside {show_bytes(spill)} in host memory" if spill else ""
         raise OverBudget(
-            f"memory {show_bytes(memory)} is too little: weights take {show_bytes(held.weights)}, activations and the rest "
-            f"{show_bytes(rest)}, one sequence of {cache.ctx} tokens {show_bytes(int(one))}, together "
+            f"memory {show_bytes(memory)} is too little: weights take {show_bytes(weights)}{beside}, activations and "
+            f"the rest {show_bytes(rest)}, one sequence of {cache.ctx} tokens {show_bytes(int(one))}, together "
             f"{show_bytes(needs)}: {fix}, or give it more",
             needs,
         )
     sequences = min(left / one, max(2 * cache.slots, LEAST_KEPT))
     blocks = (int(sequences * cache.table), int(sequences * cache.ring))
     kv = int(blocks[0] * per_global + blocks[1] * per_local)
-    return Budget(memory, held.weights, rest, blocks, kv, sequences, cache.ctx)
+    return Budget(memory, weights, spill, rest, blocks, kv, sequences, cache.ctx)
 
 
 def with_budget(
     opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint
-) -> tuple[Opened, Schedule]:
-    """The family's schedule, or of its fallbacks the first that fits the memory budget, else the smallest; `passed_over`
-    says why."""
-    missing = lacking(config, checkpoint, opened.device, schedule)
-    found, least = schedule, missing
-    for name in schedule.schedule.without_room if missing else ():
-        instead = find_schedule(name)
-        short = lacking(config, checkpoint, opened.device, instead)
-        if short is None or (least is not None and short.needs < least.needs):
-            found, least = instead, short
-        if short is None:
-            break
-    if found is schedule:
-        return opened, schedule
-    why = f"schedule {schedule.schedule.name}: {missing}; so {found.schedule.name}"
-    return beside(replace(opened, passed_over=(*opened.passed_over, why)), found), found
-
-
-def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> OverBudget | None:
-    """What the memory budget (or the device's free memory) lacks for a schedule; None if nothing, or unknown."""
-    memory = device.available if config.memory is None else config.memory
+) -> tuple[Opened, Schedule, EngineConfig]:
+    """The family's schedule, or of its fallbacks the first that fits the memory budget (or the device's free memory),
+    else the smallest; `passed_over` says why. Where weights go to host memory, free memory becomes the configuration's
+    budget."""
+    memory = opened.device.available if config.memory is None else config.memory
     if memory is None:
-        return None
-    try:
-        fitted(replace(config, memory=memory), checkpoint, device, schedule)
-    except OverBudget as error:
-        return error
-    return None
+        return opened, schedule, config
+    refused: list[tuple[OverBudget, Schedule]] = []
+    for found in (schedule, *map(find_schedule, schedule.schedule.without_room)):
+        try:
+            _, budget = fitted(replace(config, memory=memory), checkpoint, opened.device, found)
+        except OverBudget as error:
+            refused.append((error, found))
+            continue
+        if budget is not None and budget.spill:
+            config = replace(config, memory=memory)
+        break
+    else:
+        found = min(refused, key=lambda one: one[0].needs)[1]
+    if found is schedule:
+        return opened, schedule, config
+    why = f"schedule {schedule.schedule.name}: {refused[0][0]}; so {found.schedule.name}"
+    return beside(replace(opened, passed_over=(*opened.passed_over, why)), found), found, config
 
 
 def fitted(
@@ -269,8 +270,20 @@ def fitted(
         device=device.backend,
     )
     rows = pass_sizes(hp, context, config.slots, chunk).rows[-1]
-    budget = budget_for(config.memory, held, CacheShape.of(hp, context, config.slots, rows))
+    cache = CacheShape.of(hp, context, config.slots, rows)
+    budget = budget_for(config.memory, held, cache, device.host_room(config.memory))
     return replace(config, blocks=budget.blocks), budget
+
+
+def placed(decls: Mapping[str, TensorDecl], spill: int) -> dict[str, TensorDecl]:
+    """Tensors by name, each in its pool: of those that may be in `any`, the last ones in host memory, so many as hold
+    `spill` bytes."""
+    found, left = dict(decls), spill
+    for name, decl in reversed(list(decls.items())):
+        if decl.pool == "any":
+            found[name] = replace(decl, pool="host" if left > 0 else "device")
+            left -= decl.nbytes
+    return found
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -485,11 +498,16 @@ class LoadClock:
 
 
 def load_tensors(
-    checkpoint: Checkpoint, device: Device, target: Target, sizes: PassSizes, plans: Sequence[Plan], clock: LoadClock
+    checkpoint: Checkpoint,
+    device: Device,
+    target: Target,
+    sizes: PassSizes,
+    plans: Sequence[Plan],
+    decls: Mapping[str, TensorDecl],
+    clock: LoadClock,
 ) -> tuple[Reencoded, ...]:
-    """Store every tensor that outlives a pass of `plans` (the largest of each kind); reserve activations, and kernel scratch
-    for all `sizes`. Returns the re-encoded tensors."""
-    decls = outlasting(plans)
+    """Store `decls`, every tensor that outlives a pass of `plans` (the largest of each kind); reserve activations, and
+    kernel scratch for all `sizes`. Returns the re-encoded tensors."""
     with clock.phase("cache"):
         for decl in decls.values():
             if decl.role == "rope":

@@ -39,15 +39,16 @@ from hybrid.core.plan import (
     TensorDecl,
 )
 from hybrid.core.tensor import Tensor
+from hybrid.core.units import show_bytes
 from hybrid.engine.blocks import Blocks, groups_of
-from hybrid.engine.loading import EngineConfig, LoadClock, fitted, load_tensors, sizes_for, target_for
+from hybrid.engine.loading import EngineConfig, LoadClock, fitted, load_tensors, placed, sizes_for, target_for
 from hybrid.engine.request import Captured, Request
 from hybrid.engine.sampling import SamplingState
 from hybrid.engine.scheduler import Limits, Pass, Run, Scheduler
 from hybrid.engine.stats import TokenLogprob, Work, mean_context
 from hybrid.engine.trace import TimedPass, Timing
 from hybrid.planning.cache import CacheShape
-from hybrid.planning.cost import precision_by_phase
+from hybrid.planning.cost import bytes_read, precision_by_phase
 from hybrid.planning.passes import PassSizes, bucket_of
 from hybrid.planning.pipeline import caches_elsewhere, outlasting
 from hybrid.planning.planner import plan
@@ -255,15 +256,29 @@ class Runner:
                 "decode": self.plan("decode", outs, outs, options=OPTIONS),
             }
             plans = self._largest_plans()
-        stored = outlasting(plans)
+        stored = placed(outlasting(plans), 0 if self.budget is None else self.budget.spill)
         self._stored = set(stored)
+        self.spilled = frozenset(name for name, decl in stored.items() if decl.pool == "host")
+        """Weights in host memory."""
         self.rows = stored[ROWS_TENSOR].shape[0] if ROWS_TENSOR in stored else 0
         """Rows that ids beyond the vocabulary may name (ROWS_TENSOR)."""
         self.spans = SPANS_TENSOR in stored
         """Whether the schedule supports bidirectional spans (SPANS_TENSOR)."""
         self._spanned = set[int]()  # slots with spans
-        self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock)
+        self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, stored, self.clock)
         """Matrices that were re-encoded in a type that the device supports."""
+
+    def memory_lines(self) -> list[str]:
+        """The split of the memory budget, and weights in host memory with what they cost; empty without both."""
+        lines = [] if self.budget is None else [self.budget.line()]
+        if not self.spilled:
+            return lines
+        decode = self.plan("decode", 1, 1)
+        experts = {name: decl.nbytes for name, decl in decode.tensors.items() if decl.pool == "any"}
+        held = f"{show_bytes(sum(experts[name] for name in self.spilled))} of {show_bytes(sum(experts.values()))}"
+        where, bus = (", here the device's own", "") if self.device.unified else ("", " over PCIe")
+        read = f"{bytes_read(decode, self.spilled) / 1e6:.1f} MB"
+        return [*lines, f"experts: {held} in host memory{where}; a token reads {read} of it{bus}"]
 
     def limits(self, queue: int) -> Limits:
         """Limits for the scheduler. queue: most waiting requests."""

@@ -82,7 +82,7 @@ class Stats:
     """Submits, dispatches, allocations, ... per decode pass."""
     ids: tuple[int, ...] = ()
     bytes_elsewhere: Mapping[str, int] = field(default_factory=dict)
-    """Of these bytes, those of steps on a second device: `cpu` reads host memory."""
+    """Of these bytes, those outside the device's memory: of host memory (`cpu`), or of a second device."""
     carried: str = ""
     """Copies between devices since they were opened."""
     notes: tuple[str, ...] = ()
@@ -169,7 +169,9 @@ class Stats:
         if self.carried:
             lines.append(f"between devices: {self.carried}")
         lines += [f"re-encoded: {r}" for r in self.reencoded]
-        held = ", ".join(f"{k} {show_bytes(n)}" for k, n in self.memory.items() if n and k != "left_in_files")
+        held = ", ".join(
+            f"{k.replace('_', ' ')} {show_bytes(n)}" for k, n in self.memory.items() if n and k != "left_in_files"
+        )
         left = self.memory.get("left_in_files", 0)
         if held:
             lines.append(

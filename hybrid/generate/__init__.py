@@ -124,8 +124,8 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError("--ray belongs to --batch FILE")
         return _ray(path, options, asked, args, devices)
     model = hybrid.load(path, args.device, **options, profile=args.trace is not None, progress=True)
-    if model.engine.runner.budget is not None:
-        print(model.engine.runner.budget.line(), file=sys.stderr)
+    for line in model.engine.runner.memory_lines():
+        print(line, file=sys.stderr)
     with model:
         if asked is not None or converse:  # one answer's statistics say it
             for reason in model.passed_over:

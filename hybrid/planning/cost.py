@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from hybrid.core.plan import PURPOSE, Plan, TensorDecl
-from hybrid.spec.cost import Cost, plan_cost, step_cost
+from hybrid.spec.cost import Cost, bytes_read, plan_cost, step_cost
 from hybrid.spec.op import load_op
 
 __all__ = [
     "Cost",
     "bytes_elsewhere",
+    "bytes_read",
     "memory",
     "plan_cost",
     "precision_by_phase",
@@ -31,11 +32,13 @@ def memory(plan: Plan) -> dict[str, int]:
     return {**held, "activations": plan.arena_bytes}
 
 
-def bytes_elsewhere(plan: Plan, context: int, main: str) -> dict[str, int]:
-    """Declared bytes of a plan's steps on other devices than `main`, by device."""
+def bytes_elsewhere(plan: Plan, context: int, main: str, spilled: Collection[str] = ()) -> dict[str, int]:
+    """Declared bytes of a plan outside the memory of the device `main`: of steps on other devices, by device, and of
+    `spilled`, weights in host memory, as the host's (`cpu`)."""
     away = dict.fromkeys(s.device for s in plan.steps if s.device != main)
     parts = {d: replace(plan, steps=tuple(s for s in plan.steps if s.device == d)) for d in away}
-    return {d: plan_cost(part, context).nbytes for d, part in parts.items()}
+    found = {d: plan_cost(part, context).nbytes for d, part in parts.items()}
+    return {**found, "cpu": found.get("cpu", 0) + bytes_read(plan, spilled)} if spilled else found
 
 
 def purpose(decl: TensorDecl) -> str:

@@ -38,10 +38,12 @@ class Footprint:
     beside: int = 0
     """Kernels' scratch memory: split-K partials, weights dequantised to f16. The maximum over all passes; a pass of few
     rows may need more than a larger one, with more splits."""
+    spill: int = 0
+    """Of the weights, those that may be in host memory instead."""
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(asdict(self).values()) - self.spill
 
     def as_dict(self) -> dict[str, int]:
         return {**asdict(self), "total": self.total}
@@ -155,7 +157,7 @@ def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
 
 def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int) -> Footprint:
     """times: how many layers each of the plans' layers represents."""
-    held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
+    held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io", "spill"), 0)
     for name, decl in outlasting(plans).items():
         if decl.device:
             continue
@@ -163,5 +165,7 @@ def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int)
         if kind == "kv" and decl.layer is not None:
             layer = decl.layer
             kind = "kv_local" if hparams.layers[layer].window else "kv_global"
-        held[kind] += decl.nbytes * (1 if layer is None else times[layer])
+        nbytes = decl.nbytes * (1 if layer is None else times[layer])
+        held[kind] += nbytes
+        held["spill"] += nbytes if decl.pool == "any" else 0
     return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)

@@ -283,6 +283,9 @@ class _Planner:
                 unbound.layer,
                 counts,
             )
+            for name in args.values() if unbound.spec.spill else ():
+                if self.tensors[name].kind == "weight":
+                    self.tensors[name] = replace(self.tensors[name], pool="any")
             self._check(op, step, {k: self.tensors[n] for k, n in args.items()})
         except SpecError as e:
             raise self._error(unbound, str(e)) from None

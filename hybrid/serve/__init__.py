@@ -123,7 +123,8 @@ def _main(args: argparse.Namespace) -> int:
             open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up
         )
         c = model.checkpoint
-        for line in (*(f"passed over: {p}" for p in model.passed_over), *doubt(c.tokenizer, c.chat_template)):
+        told = (*(f"passed over: {p}" for p in model.passed_over), *model.engine.runner.memory_lines())
+        for line in (*told, *doubt(c.tokenizer, c.chat_template)):
             print(line, file=sys.stderr, flush=True)
         return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -51,6 +51,16 @@ def _declared(
     """Evaluate the operation's cost formulas. Cached: layers of a plan repeat."""
     declared = load_op(op)
     return Cost(declared.flops(dict(bind), dict(attrs)), declared.nbytes(dict(bind), dict(dtypes), dict(attrs)))
+
+
+def bytes_read(plan: Plan, names: Collection[str]) -> int:
+    """Declared bytes that a plan's steps move of these tensors."""
+    total = 0
+    for step in plan.steps:
+        if of := {key for key, name in step.args.items() if name in names}:
+            dtypes = {key: plan.tensors[name].dtype for key, name in step.args.items()}
+            total += load_op(step.op).nbytes(step.bind, dtypes, step.attrs, of)
+    return total
 
 
 def _resized(plan: Plan, step: Step, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:

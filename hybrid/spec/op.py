@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -356,12 +356,18 @@ class OpSpec(Asked):
         return math.ceil(self._eval("cost.flops", self.cost.flops, {**bind, **self.attrs(bind, attrs)}))
 
     def nbytes(
-        self, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Scalar] | None = None
+        self,
+        bind: Mapping[str, int],
+        dtypes: Mapping[str, str],
+        attrs: Mapping[str, Scalar] | None = None,
+        of: Collection[str] | None = None,
     ) -> int:
-        """Bytes that must move to and from device memory in one call, each tensor touched once."""
+        """Bytes that must move to and from device memory in one call, each tensor touched once. of: only these
+        tensors'."""
         full = self.dtypes(dtypes)
         env = {**bind, **self.attrs(bind, attrs)}
-        return math.ceil(self._eval("cost.bytes", self.cost.bytes, env, lambda t: DTYPES[full[t]].bits / 8))
+        sizes = {t: DTYPES[full[t]].bits / 8 if of is None or t in of else 0.0 for t in full}
+        return math.ceil(self._eval("cost.bytes", self.cost.bytes, env, sizes.__getitem__))
 
     def judged_on(self, backend: str | None) -> OpSpec:
         """The operation with a backend's own tolerances and unit roundoff, for judging its results."""

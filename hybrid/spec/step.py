@@ -51,6 +51,8 @@ class StepSpec(Model):
     live: str | None = None
     """Its live row count instead of the pass's: TENSOR:WORD, a u32 tensor that another step writes; may contain
     {holes}."""
+    spill: bool = False
+    """Whether its weights may be in host memory where the device's has no room: a token reads few of them."""
     option: Option | None = None
     """Only in plans made with this option; None: in all."""
     alias: dict[str, str] = Field(default_factory=dict)

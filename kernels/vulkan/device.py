@@ -18,7 +18,7 @@ from typing import Any
 
 from hybrid.core.device import Counters, SingleDevice
 from hybrid.core.errors import nearest
-from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.plan import IN_HOST_MEMORY, Plan, TensorDecl
 from hybrid.kernels.vulkan import alive, columns, lanes
 from hybrid.kernels.vulkan.alive import free_left
 from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
@@ -110,6 +110,7 @@ class VulkanDevice(Storage, SingleDevice):
             on._siblings.add(self)
         self._queue, self.handle, self.counters = q, q.handle, Counters()
         self.name, self.info, self.report = q.info.label, q.info, q.report
+        self.unified = q.info.kind in ("integrated", "cpu")
         self.exact = exact if on is None else on.exact
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A weight's chunk is one binding in one allocation; the limit of an allocation may be lower.
@@ -340,9 +341,13 @@ class VulkanDevice(Storage, SingleDevice):
         """See Device.available."""
         return self.memory_pool.available("device")
 
+    def host_room(self, memory: int) -> int:
+        """See Device.host_room."""
+        return self.memory_pool.host_room(memory)
+
     def memory(self) -> dict[str, int]:
         """Bytes held, by purpose; adds `scratch` and `programs` (grids) to the protocol's."""
-        names = ("weights", "state", "io", "activations", "staging", "scratch", "programs")
+        names = ("weights", IN_HOST_MEMORY, "state", "io", "activations", "staging", "scratch", "programs")
         return {name: self.memory_pool.held.get(name, 0) for name in names}
 
     def poison(self, byte: int, names: Sequence[str] = ()) -> None:

@@ -1,14 +1,15 @@
 """Device memory: large blocks, each one VkDeviceMemory under one VkBuffer, and slices of them.
 
-Pools: `device` (weights, state, activations); `shared` (mapped, on the device if possible: io that the host writes and
-kernels read); `read` (mapped and cached: io that the host reads). Where all memory is mapped (CPU drivers, integrated
-GPUs), `device` blocks are mapped too.
+Pools: `device` (weights, state, activations); `host` (host memory that kernels read: weights without room in `device`,
+outside the budget); `shared` (mapped, on the device if possible: io that the host writes and kernels read); `read`
+(mapped and cached: io that the host reads). Where all memory is mapped (CPU drivers, integrated GPUs), `device` blocks
+are mapped too.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,24 @@ from hybrid.kernels.vulkan.api import OutOfDeviceMemory, check, ffi, lib, vk
 from hybrid.kernels.vulkan.features import Limits
 
 MIB = 1 << 20
-BLOCK_BYTES = {"device": 128 * MIB, "shared": 16 * MIB, "read": 16 * MIB}
+BLOCK_BYTES = {"device": 128 * MIB, "host": 128 * MIB, "shared": 16 * MIB, "read": 16 * MIB}
 _LOCAL, _VISIBLE, _COHERENT, _CACHED = 1, 2, 4, 8
-# Property flags in order of preference; coherent only, so that no flush is needed.
+# Property flags, wanted and unwanted, in order of preference; coherent only, so that no flush is needed.
 _PREFERENCE = {
-    "device": (_LOCAL,),
-    "shared": (_LOCAL | _VISIBLE | _COHERENT, _VISIBLE | _COHERENT),
-    "read": (_VISIBLE | _COHERENT | _CACHED, _VISIBLE | _COHERENT),
+    "device": ((_LOCAL, 0),),
+    "host": ((_VISIBLE | _COHERENT, _LOCAL), (_VISIBLE | _COHERENT, 0)),
+    "shared": ((_LOCAL | _VISIBLE | _COHERENT, 0), (_VISIBLE | _COHERENT, 0)),
+    "read": ((_VISIBLE | _COHERENT | _CACHED, 0), (_VISIBLE | _COHERENT, 0)),
 }
+
+
+def best_type(pool: str, flags: Sequence[int]) -> int:
+    """The memory type for a pool, by the types' property flags. OutOfDeviceMemory if there is none."""
+    for want, avoid in _PREFERENCE[pool]:
+        for i, have in enumerate(flags):
+            if have & (want | avoid) == want:
+                return i
+    raise OutOfDeviceMemory(f"the device has no memory type for the {pool} pool")
 
 
 def align_up(n: int, to: int = ALIGN) -> int:
@@ -136,11 +147,8 @@ class Memory:
         probe = self.buffer(256)
         bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
         vk.vkDestroyBuffer(self.device, probe, None)
-        for want in _PREFERENCE[pool]:
-            for i in range(self.properties.memoryTypeCount):
-                if bits >> i & 1 and self.properties.memoryTypes[i].propertyFlags & want == want:
-                    return i
-        raise OutOfDeviceMemory(f"the device has no memory type for the {pool} pool")
+        kinds, many = self.properties.memoryTypes, self.properties.memoryTypeCount
+        return best_type(pool, [kinds[i].propertyFlags if bits >> i & 1 else 0 for i in range(many)])
 
     def flags(self, pool: str) -> int:
         return self.properties.memoryTypes[self.types[pool]].propertyFlags
@@ -150,18 +158,27 @@ class Memory:
 
     def available(self, pool: str) -> int:
         """Bytes that can still be allocated in a pool's heap; over all processes where the driver reports it."""
-        heap = self.heap(pool)
-        own = sum(b.size for p, blocks in self.blocks.items() if self.heap(p) == heap for b in blocks)
+        most, used = self._heap_bytes(self.heap(pool))
+        left = most - used
+        if self.budget is not None and pool != "host":
+            own = (b.size for p, blocks in self.blocks.items() if p != "host" for b in blocks)
+            left = min(left, self.budget - sum(own))
+        return max(0, left)
+
+    def host_room(self, device: int) -> int:
+        """Bytes of the host pool, with those that are allocated, beside `device` bytes of the device's pool."""
+        heap = self.heap("host")
+        return max(0, self._heap_bytes(heap)[0] - (device if heap == self.heap("device") else 0))
+
+    def _heap_bytes(self, heap: int) -> tuple[int, int]:
+        """(bytes of a heap that this process may allocate, bytes that it has allocated)."""
         if self.budget_extension:
             budget = vk.VkPhysicalDeviceMemoryBudgetPropertiesEXT()
             info = vk.VkPhysicalDeviceMemoryProperties2(pNext=budget)
             lib.vkGetPhysicalDeviceMemoryProperties2(self.physical, ffi.addressof(info))
-            left = budget.heapBudget[heap] - budget.heapUsage[heap]
-        else:
-            left = self.properties.memoryHeaps[heap].size - own
-        if self.budget is not None:
-            left = min(left, self.budget - sum(b.size for blocks in self.blocks.values() for b in blocks))
-        return max(0, left)
+            return budget.heapBudget[heap], budget.heapUsage[heap]
+        own = sum(b.size for p, blocks in self.blocks.items() if self.heap(p) == heap for b in blocks)
+        return self.properties.memoryHeaps[heap].size, own
 
     def allocate(self, nbytes: int, purpose: str, pool: str = "device") -> Slice:
         """A slice at an offset that is a multiple of ALIGN. Raises OutOfDeviceMemory naming purpose and sizes."""
@@ -195,6 +212,7 @@ class Memory:
 
     def _block(self, nbytes: int, purpose: str, pool: str) -> Buffer:
         wanted, available = align_up(max(nbytes, 1)), self.available(pool)
+        out = f"out of {'host' if pool == 'host' else 'device'} memory"
         size = BLOCK_BYTES[pool]
         # Large tensors get a separate block, small ones share one; near the budget a block is as small as its tensor.
         size = wanted if wanted > size // 2 or size > available // 2 else size
@@ -208,7 +226,7 @@ class Memory:
                 )
             held = ", ".join(f"{k} {v / MIB:.1f}" for k, v in self.held.items() if v) or "nothing"
             raise OutOfDeviceMemory(
-                f"out of device memory: {what} requested, {available / MIB:.1f} MiB available "
+                f"{out}: {what} requested, {available / MIB:.1f} MiB available "
                 f"(held, MiB: {held}); use a smaller context, a smaller weight type or another "
                 "device"
             )
@@ -216,7 +234,7 @@ class Memory:
             return self._create(size, pool)
         except OutOfDeviceMemory:
             raise OutOfDeviceMemory(
-                f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} "
+                f"{out}: the driver refused {size / MIB:.1f} MiB for {purpose} "
                 f"although {available / MIB:.1f} MiB were reported as available"
             ) from None
 

@@ -11,7 +11,7 @@ import numpy as np
 from hybrid.core.device import Counters
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
-from hybrid.core.plan import PURPOSE, Plan, TensorDecl
+from hybrid.core.plan import IN_HOST_MEMORY, PURPOSE, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Source, Tensor, unpacked
 from hybrid.kernels.vulkan import columns
 from hybrid.kernels.vulkan.hostmemory import import_fd, import_pages
@@ -68,7 +68,7 @@ class Storage(ABC):
         if lent is not None and (lent.dtype, lent.shape) == (decl.dtype, decl.shape):
             self._kinds[decl.name], self._tensors[decl.name] = decl.kind, lent
             return
-        pool = "device"
+        pool = "host" if decl.pool == "host" else "device"
         if decl.kind == "io" and decl.dtype != "f32":  # computed numbers stay in device memory and are copied out
             pool = "read" if decl.name in HOST_READ else "shared"
         self.add(decl, pool)
@@ -204,7 +204,7 @@ class Storage(ABC):
 
     def add(self, decl: TensorDecl, pool: str) -> DeviceTensor:
         """Allocate a named tensor, uninitialised, with guard bytes around every part if enabled."""
-        purpose, chunks = PURPOSE[decl.kind], []
+        purpose, chunks = IN_HOST_MEMORY if pool == "host" else PURPOSE[decl.kind], []
         held = self._allocations.setdefault(decl.name, [])
         for row, rows, dtype in chunk_rows(decl, self.max_range):
             parts = []
