@@ -29,6 +29,8 @@ _NEEDS = {
     "tables and state": ("tables", "state", "io"),
     "total": ("total",),
 }
+_FORMS = {"own": "are dequantised at every use", "file": "are read from the file at every use"}
+"""What a cpu device does with matrices that it holds neither as codes nor in float32."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -186,7 +188,9 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
                 hp, infos, **sizes, schedule=schedule, device=storage, capabilities=capabilities, beside=noted
             )
             if storage == "cpu":
-                needs |= dict.fromkeys(group, replace(held, weights=weight_bytes(plans, infos), spill=0).as_dict())
+                memory = devices[-1].bytes
+                made, forms = weight_bytes(plans, infos, memory - (held.total - held.weights), memory // 2)
+                needs |= dict.fromkeys(group, replace(held, weights=made, spill=0).as_dict() | forms)
                 continue
             for name, dry in group.items():
                 weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
@@ -373,8 +377,11 @@ def _needs_lines(report: Mapping[str, Any]) -> list[str]:
             verdict += f" with schedule {row['schedule']}"
         if row["spill"]:
             verdict += f", with {show_bytes(row['spill'])} of experts in host memory"
-        if row["spare"] < 0 and row["device"] == "cpu":
-            verdict += ": so much of the weights would be read from the file at every use"
+        if row["device"] == "cpu":
+            of = report["needs"]["cpu"]
+            verdict += "".join(
+                f"; {show_bytes(of[form])} of matrices {what}" for form, what in _FORMS.items() if of[form]
+            )
         lines.append(f"  {row['device']:44} {show_bytes(row['bytes']):>10}  {verdict}")
     return lines
 

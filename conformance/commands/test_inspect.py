@@ -17,6 +17,7 @@ from hybrid.checkpoint.random import random_checkpoint
 from hybrid.convert import Wanted, convert
 from hybrid.core.errors import SpecError
 from hybrid.core.units import parse_bytes, shortest, show_bytes
+from hybrid.devices.opening import Opened
 from hybrid.engine.loading import EngineConfig, stored_types
 from hybrid.engine.loop import Engine
 from hybrid.inspect import main
@@ -25,6 +26,7 @@ from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import footprint
+from hybrid.planning.planner import PrecisionName
 from hybrid.spec.model import find_model, load_models
 
 
@@ -209,3 +211,23 @@ def test_what_cpu_needs_is_what_it_holds(capsys: pytest.CaptureFixture[str], pre
     assert needs["weights"] + needs["tables"] == pytest.approx(
         held["weights"] + held["dequantised"] + held["codes"], rel=0.01
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "precision"), [(64, "auto"), (20, "auto"), (16, "auto"), (16, "exact")])
+def test_what_cpu_makes_of_experts_is_what_its_memory_allows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, memory: int, precision: PrecisionName
+) -> None:
+    """float32 up to half of the memory, then their own type, then their file."""
+    monkeypatch.setattr("hybrid.kernels.host.memory.usable_bytes", lambda: memory << 20)
+    path = DEMO.parent / "demo-gemma4-moe-q8_0.gguf"
+    assert main([str(path), "--precision", precision, "--context", "512", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    needs, device = report["needs"]["cpu"], CpuDevice(memory=memory << 20)
+    with hybrid.load(path, Opened(device, device), ctx=512, slots=1, precision=precision):
+        held = device.memory()
+    made = held["weights"] + held["dequantised"] + held["codes"]
+    assert needs["weights"] + needs["tables"] == pytest.approx(made, rel=0.02)
+    assert needs["file"] == pytest.approx(held["left_in_files"], rel=0.02) and (needs["file"] > 0) == (memory < 20)
+    assert (needs["own"] > 0) == (memory < 64) == ("are dequantised at every use" in shown(report, False))
+    assert (needs["file"] > 0) == ("are read from the file at every use" in shown(report, False))

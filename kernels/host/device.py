@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -45,9 +45,28 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def weight_bytes(plans: Iterable[Plan], weights: Mapping[str, Stored]) -> int:
-    """Bytes that a cpu device holds of a model's weights where memory allows, libraries as installed. plans: at least a
-    layer of each kind."""
+Form = Literal["codes", "float32", "own", "file"]
+
+
+def held_as(weight: Stored, int8: bool, room: int, floats: int) -> tuple[Form, int]:
+    """How a cpu device holds a matrix for products, and in how many bytes: codes for onnxruntime, float32, its own
+    type, or not at all (it is read from its file at every use). int8: onnxruntime multiplies it. room: bytes left;
+    floats: of these for float32."""
+    kind = DTYPES[weight.dtype]
+    if int8 and kind.quantised and nbits.size(weight) <= room:
+        return "codes", nbits.size(weight)
+    if weight.dtype != "f32" and 4 * math.prod(weight.shape) <= min(room, floats):
+        return "float32", 4 * math.prod(weight.shape)
+    own = kind.nbytes(weight.shape)
+    return ("own", own) if own <= room else ("file", 0)
+
+
+def weight_bytes(
+    plans: Iterable[Plan], weights: Mapping[str, Stored], memory: int, floats: int
+) -> tuple[int, dict[str, int]]:
+    """What a cpu device makes of a model's weights with so much memory for them, libraries as installed: the bytes that
+    it holds, and the bytes in their own types of the matrices that it holds in each form. plans: at least a layer of
+    each kind. floats: most bytes of float32 copies."""
     ops, by_codes = load_ops(), nbits.unusable() is None
     int8: dict[str, bool] = {}
     for plan in plans:
@@ -55,15 +74,16 @@ def weight_bytes(plans: Iterable[Plan], weights: Mapping[str, Stored]) -> int:
             for matrix in (plan.tensors[step.args[n]] for n in ops[step.op].matrices):
                 names = map(part_of, matrix.sources or (matrix.name,))
                 int8 |= dict.fromkeys(names, int8_activations(ops[step.op], step, plan))
-    total = 0
+    total, copies, forms = 0, 0, dict[str, int].fromkeys(get_args(Form), 0)
     for name, weight in weights.items():
-        kind, multiplied = DTYPES[weight.dtype], int8.get(part_of(name))
-        if len(weight.shape) == 1:
-            total += kind.nbytes(weight.shape)
+        own, multiplied = DTYPES[weight.dtype].nbytes(weight.shape), int8.get(part_of(name))
+        if len(weight.shape) == 1 or weight.dtype == "f32":
+            total += own if own <= memory - total else 0
         elif multiplied is not None:
-            codes = multiplied and by_codes and kind.quantised
-            total += nbits.size(weight) if codes else 4 * math.prod(weight.shape)
-    return total
+            form, held = held_as(weight, multiplied and by_codes, memory - total, floats - copies)
+            total, forms[form] = total + held, forms[form] + own
+            copies += held if form in ("codes", "float32") else 0
+    return total, forms
 
 
 class HostDevice(SingleDevice):
@@ -374,11 +394,11 @@ class HostDevice(SingleDevice):
             return self._products[name]
         if name in self._float:
             return self._float[name]
-        if int8 and self._by_codes and DTYPES[tensor.dtype].quantised and nbits.size(tensor) <= self._room():
+        form, _ = held_as(tensor, int8 and self._by_codes, self._room(), self._budget - self._copies())
+        if form == "codes":
             self._products[name] = Product(tensor, self.blas.now)
             return self._products[name]
-        cost = 4 * math.prod(tensor.shape)
-        if tensor.dtype != "f32" and cost <= min(self._room(), self._budget - self._copies()):
+        if form == "float32":
             self._float[name] = self._dequantised(tensor)
             self.counters.allocations += 1
             return self._float[name]
