@@ -38,7 +38,8 @@ from hybrid.harness.inputs import make
 from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.kernel import kernels_digest
-from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _expert_route, _layer
+from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _add_router, _altup_gate, _altup_next, _expert_route, _layer
+from hybrid.kernels.vulkan.ops.rmsnorm import HELD
 from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.kernels.vulkan.types import QUANTISED
@@ -416,9 +417,45 @@ def test_what_is_recorded_step_by_step_of_a_route(devices: Devices) -> None:
     assert run(device, made, swaps={"1.experts": "others"}) >= 3
 
 
+def add_router_cases(hidden: int, experts: int, rows: int, act: str = "q8_act", live: int | None = None) -> list[Case]:
+    steps = (
+        ("add_rmsnorm", {"T": rows, "H": hidden}, {"scale": 0.75}, {"y": act}),
+        ("router", {"T": rows, "H": hidden, "X": experts}, {}, {}),
+    )
+    return [
+        Case(op, bind, dict(SPECS[op].dtypes(types)), SPECS[op].attrs(bind, attrs), live or rows, live or rows, seed)
+        for seed, (op, bind, attrs, types) in enumerate(steps)
+    ]
+
+
+@pytest.mark.parametrize(("hidden", "experts", "rows"), [(1056, 128, 1), (96, 5, 4), (2816, 3, 2)])
+def test_a_row_is_added_normed_and_routed_in_one_dispatch(
+    devices: Devices, hidden: int, experts: int, rows: int
+) -> None:
+    """Beside the dispatch that makes the grid of several rows."""
+    device, dispatches = devices.get("vulkan", guard=GUARD), 1 if rows == 1 else 2
+    for act in ("q8_act", "f16", "f32"):
+        assert run(device, add_router_cases(hidden, experts, rows, act)) == dispatches
+    assert run(device, add_router_cases(hidden, experts, rows, live=max(1, rows - 1))) == dispatches
+
+
+def test_what_is_recorded_step_by_step_before_a_router(devices: Devices) -> None:
+    """Many rows, rows that do not fit into registers, and a router that reads another tensor."""
+    device = devices.get("vulkan", guard=GUARD)
+    wide = 4 * (HELD * device.max_threads + 8)
+    for made in (add_router_cases(96, 6, 5), add_router_cases(wide, 2, 1)):
+        assert run(device, made) >= 2
+    assert run(device, add_router_cases(96, 6, 1), swaps={"1.x": "others"}) >= 2
+
+
 GROUP_MUTANTS = list(load(MUTANTS / "groups"))
 TRIED = tried(GROUP_MUTANTS)
-ROWS_OF = {"altup_next": _altup_next, "altup_gate": _altup_gate, "expert_route": _expert_route}
+ROWS_OF = {
+    "altup_next": _altup_next,
+    "altup_gate": _altup_gate,
+    "expert_route": _expert_route,
+    "add_router": _add_router,
+}
 
 
 @pytest.mark.parametrize("mutant", TRIED, ids=lambda s: f"{s.kind}-{s.name}")
@@ -435,6 +472,7 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
             _altup_next: lambda: stream_cases(1056, 1, "q8_act", 1),
             _altup_gate: lambda: gate_cases(1056, 96),
             _expert_route: lambda: route_cases(64, 4, 1),
+            _add_router: lambda: add_router_cases(1056, 6, 1),
         }[rows]()
     chosen = spy_kernels(sound, monkeypatch)
     kinds = mutant.op == "layer_kinds"

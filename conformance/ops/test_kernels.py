@@ -38,6 +38,7 @@ ELSEWHERE = [
     ("altup_next.*", range(0, 65), "as above"),
     ("altup_gate.*", range(0, 65), "as above"),
     ("expert_route.*", range(0, 65), "as above"),
+    ("add_router.*", range(0, 65), "as above"),
     (
         "sparse_down.*",
         range(0, 65),

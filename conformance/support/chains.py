@@ -63,6 +63,11 @@ ROUTE_STEPS = (
     ("group_experts", {"experts": "experts", "places": "places", "order": "order", "spans": "spans", "pairs": "pairs"}),
     ("expert_rows", {"x": "r", "w": "w_experts", "places": "places", "y": "ex"}),
 )
+# a row's sum and norm, and its experts' logits
+ADD_ROUTER_STEPS = (
+    ("add_rmsnorm", {"a": "a", "residual": "x", "w_post": "w_post", "w_next": "w_next", "sum": "r", "y": "z"}),
+    ("router", {"x": "r", "scale": "w_scale", "w": "w_router", "logits": "logits"}),
+)
 # a product and the step that adds its partials
 LAUREL = (
     "laurel_add",
@@ -99,6 +104,7 @@ CHAINS = {
         STREAM_STEPS,
         GATE_STEPS,
         ROUTE_STEPS,
+        ADD_ROUTER_STEPS,
         (*STEPS, ATTENTION),
         (*OWN_STEPS, ATTENTION),
         *SUM_STEPS,

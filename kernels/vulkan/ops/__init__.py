@@ -9,7 +9,15 @@ import importlib
 import pkgutil
 
 from hybrid.kernels.vulkan.groups import Binding, Group
-from hybrid.kernels.vulkan.ops import _altup_gate, _altup_next, _expert_route, _layer, _layer_attention, _partials
+from hybrid.kernels.vulkan.ops import (
+    _add_router,
+    _altup_gate,
+    _altup_next,
+    _expert_route,
+    _layer,
+    _layer_attention,
+    _partials,
+)
 
 BINDINGS: dict[str, Binding] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record
@@ -34,5 +42,6 @@ GROUPS: dict[tuple[str, ...], Group] = {
     _altup_next.OPS: _altup_next.record,
     _altup_gate.OPS: _altup_gate.record,
     _expert_route.OPS: _expert_route.record,
+    _add_router.OPS: _add_router.record,
     **{ops: _partials.record for ops in _partials.OPS},
 }
