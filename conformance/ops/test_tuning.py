@@ -208,6 +208,33 @@ def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types, tile
             assert [name.rpartition(".")[2] for name in chosen] == tiles, rows
 
 
+def products(case, device):
+    """The kinds of kernels of a feed-forward's products."""
+    names = [d.kernel.name for d in record(plan_for(load_op(case.op), case), device).dispatches]
+    return {f".{name.split('.')[1]}." for name in names if name.startswith(("linear.", "ffn_up."))}
+
+
+def test_few_rows_of_a_mixture_stay_in_int8_on_nvidia():
+    """Up to eight rows go through gemv's kernels by fours; more take f16."""
+    assert Tuning("nvidia").few_rows(2816) == 8
+    spec = load_op("fused_ffn")
+    types = {"x": "q8_act", "h": "q8_act", "w_gate_up": "q4_0", "w_down": "q4_0", "y": "f32"}
+    for rows, kind in ((8, ".gemv."), (9, ".tile.")):
+        case = replace(next(iter(dtype_cases(spec, types))), bind={"T": rows, "H": 2816, "F": 2112}, rows=rows)
+        dry = DryDevice(tuning="nvidia")
+        assert products(case, dry) == {kind}, rows
+
+
+@pytest.mark.parametrize(("x", "w"), [("q8_act", "q4_0"), ("f32", "bf16")])
+def test_a_feed_forward_goes_through_more_rows_by_fours(devices, x, w):
+    device, spec = devices.get("vulkan"), load_op("fused_ffn")
+    types = {"x": x, "h": x, "w_gate_up": w, "w_down": w, "y": "f32"}
+    case = replace(next(iter(dtype_cases(spec, types))), bind={"T": 11, "H": 96, "F": 160}, rows=9)
+    with device.tuning.forced("linear.tile", {"least": "8 * cores"}):
+        assert products(case, device) == {".gemv."}
+        run_case(spec, device, case)
+
+
 @pytest.mark.parametrize(
     ("rows", "w", "tile"), [(11, "q4_0", ".32x64"), (27, "q6_k", ".32x64"), (40, "q6_k", ".32x64")]
 )

@@ -52,11 +52,10 @@ def linear(
             use = gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS
-            across, further = wide(-(-chunk.rows // per))
-            grid = across, Live(extent, per=use["TOKENS"], cap=rows), further
+            grid = _grid(chunk.rows, per, rows, extent, use["TOKENS"])
         else:
             kernel = rec.kernel(f"linear.tile.{chunk.dtype}.{x.dtype}", GATHER=gather)
-            grid = _grid(chunk.rows, TILE_THREADS * TILE_ROWS, rows, extent)
+            grid = _grid(chunk.rows, TILE_THREADS * TILE_ROWS, rows, extent, TILE_TOKENS)
         push = _push(chunk.rows, w.shape[-1], chunk.row, w.shape[0], extent, rows, x.shape[0], softcap)
         # Without a gather the kernel does not read out_rows, but its binding needs some buffer.
         reads = [*x.parts, *parts, x.parts[0] if out_rows is None else out_rows]
@@ -79,18 +78,19 @@ def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: i
     """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]. h has the activation type of
     x."""
     f, parts, beside, more = w.rows // 2, w.parts, NOTHING, b""
-    few = _takes_gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
+    k = x.shape[-1]
+    few = _takes_gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, k) or _few_tiles(rec, w.dtype, x.dtype, rows, 2 * f, k)
     made = None if few else gemm(rec, "ffn_up", x, w, h.parts[0], rows=rows, extent=extent)
     if made:
         kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
-    elif rows <= GEMV_TOKENS:
-        use = gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
+    elif few or rows <= GEMV_TOKENS:
+        use = gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, k)
         kernel = rec.kernel(f"ffn_up.gemv.{w.dtype}.{x.dtype}", **use)
-        grid = _grid(f, GEMV_FFN_OUTS, rows, extent)
+        grid = _grid(f, GEMV_FFN_OUTS, rows, extent, use["TOKENS"])
     else:
         kernel = rec.kernel(f"ffn_up.tile.{w.dtype}.{x.dtype}")
-        grid = _grid(f, TILE_THREADS * TILE_ROWS // 2, rows, extent)
-    push = _push(f, x.shape[-1], 0, f, extent, rows, x.shape[0], 0.0)
+        grid = _grid(f, TILE_THREADS * TILE_ROWS // 2, rows, extent, TILE_TOKENS)
+    push = _push(f, k, 0, f, extent, rows, x.shape[0], 0.0)
     reads = [*x.parts, *parts, x.parts[0]]  # as in linear()
     rec.dispatch(kernel, reads, writes=[*h.parts, *beside], push=push + more, grid=grid)
 
@@ -167,6 +167,7 @@ def _push(n: int, k: int, first: int, stride: int, extent: str, rows: int, x_row
     return struct.pack("<7If", n, k, first, stride, CONTROL[extent], rows, x_rows, softcap)
 
 
-def _grid(n: int, per: int, rows: int, extent: str) -> Grid:
-    x, z = wide(-(-n // per))
-    return x, 1 if rows <= GEMV_TOKENS else Live(extent, per=TILE_TOKENS, cap=rows), z
+def _grid(n: int, per: int, rows: int, extent: str, tall: int) -> Grid:
+    """Workgroups of `per` outputs by `tall` live rows."""
+    across, further = wide(-(-n // per))
+    return across, 1 if rows <= tall else Live(extent, per=tall, cap=rows), further
