@@ -267,7 +267,6 @@ class Trial:
 def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
     """Small cases of the plans' operations and types whose kernels the plans use, and for each kernel that they leave, a
     case that selects it with an entry of the tuning tables."""
-    from hybrid.harness.fixed import variant_cases
     from hybrid.harness.tuned import asking, uses
     from hybrid.kernels.vulkan.tuning import space
     from hybrid.spec import load_ops
@@ -278,15 +277,19 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
             continue
         known = _choices(specs[op], types)
         others = _choices(specs[op], [found for found in wanted.others.get(op, {}) if found not in types])
-        on_outs = set[frozenset[str]]()
-        for case in _cases(specs[op], known, others):
+        on_outs, edges = set[frozenset[str]](), set[tuple[str, frozenset[str]]]()
+        for edge, case in _cases(specs[op], known, others):
             trial = _trial(specs[op], case, dry)
             if trial and (trial.selects <= wanted.kernels.keys() or trial.selects & left):
+                if edge and (edge, trial.selects) in edges:
+                    continue
+                edges.add((edge, trial.selects))
                 left -= trial.selects
                 yield trial
                 if op in wanted.on_outs and trial.selects not in on_outs:
                     on_outs.add(trial.selects)
-                    yield replace(trial, case=replace(case, wanted=True))
+                    # Of other values: scratch memory still holds those of the case before.
+                    yield replace(trial, case=replace(case, wanted=True, seed=case.seed + 1))
     for family in space().family:
         if left and family.op in wanted.types and (not family.needs or dry.has(family.needs)):
             cases = asking(family, specs[family.op], dry)
@@ -299,7 +302,7 @@ def trials(wanted: Wanted, dry: DryDevice) -> Iterator[Trial]:
                             yield Trial(case, trial.selects, (family.name, use))
 
     for spec in specs.values():  # kernels of another operation's steps
-        for _, case in variant_cases(spec, "vulkan") if left and spec.runs_on("vulkan") else ():
+        for case in _any_cases(spec) if left and spec.runs_on("vulkan") else ():
             trial = _trial(spec, case, dry)
             if trial and trial.selects & left:
                 left -= trial.selects
@@ -313,19 +316,24 @@ def _choices(spec: OpSpec, types: Collection[Types]) -> Choices:
     return tuple(c for c in found if c is not None)
 
 
-def _cases(spec: OpSpec, choices: Choices, others: Choices) -> Iterator[Case]:
-    """Small cases: a few of each combination of types, the edge cases, and the variants with these types. With other
-    types of cache the edge cases of values only: a size is a kernel to compile."""
+def _cases(spec: OpSpec, choices: Choices, others: Choices) -> Iterator[tuple[str, Case]]:
+    """(edge or nothing, small case): a few of each combination of types, the edge cases with each, and the variants."""
     from hybrid.harness.fixed import dtype_cases, edge_cases, variant_cases
 
     for chosen in (*choices, *others):
+        yield from (("", case) for case in dtype_cases(spec, chosen))
+    for chosen in (*choices, *others):
+        yield from edge_cases(spec, "vulkan", (chosen,))
+    yield from (("", case) for _, case in variant_cases(spec, "vulkan") if case.dtypes in choices)
+
+
+def _any_cases(spec: OpSpec) -> Iterator[Case]:
+    """Small cases with every type of every tensor."""
+    from hybrid.harness.fixed import dtype_cases, one_each, variant_cases
+
+    for chosen in one_each(spec.dtype_choices("vulkan")):
         yield from dtype_cases(spec, chosen)
-    if choices:
-        yield from (case for _, case in edge_cases(spec, "vulkan", choices))
-    for chosen in others:
-        yield from (case for _, case in edge_cases(spec, "vulkan", (chosen,)) if case.kinds)
-    if choices:
-        yield from (case for _, case in variant_cases(spec, "vulkan") if case.dtypes in choices)
+    yield from (case for _, case in variant_cases(spec, "vulkan"))
 
 
 def _trial(spec: OpSpec, case: Case, dry: DryDevice) -> Trial | None:

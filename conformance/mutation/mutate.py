@@ -9,6 +9,7 @@ run) with
     find     text that occurs exactly once in the file; else the mutant is stale, which is an error
     replace  its replacement
     needs    a capability (Device.has) of devices that select the mutated kernel; others skip the mutant
+    unseen   why no input that a plan can give shows the fault (test_proved.py)
     case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
              rows, outs; options = options of the device
 """
@@ -57,6 +58,7 @@ class Mutant:
     replace: str
     case: Mapping[str, Any] = field(default_factory=dict)
     needs: str = ""
+    unseen: str = ""
 
     @property
     def backend(self) -> str:

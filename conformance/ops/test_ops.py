@@ -159,7 +159,10 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
     assert ran, f"{op} on {backend}: no case was drawn"
 
 
-VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1", "R=8"))
+VARIED = {
+    op: (narrow, "D=256", "D=512", "HQ=HK", "HK=1", "R=8")
+    for op, narrow in (("attention", "D=16"), ("decode_attention", "D=16, window=0, positions=full_cache"))
+}
 """Edge cases on Vulkan that test_variant or test_decode_attention.py covers too, with each of these head and group
 sizes; and one of two partly rotated heads."""
 ONE_TYPE = ("decode_attention",)
