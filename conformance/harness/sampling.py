@@ -58,17 +58,17 @@ class Penalties:
         return np.array([*floats, self.first, self.biases, 0, 0, 0], np.uint32)
 
 
-def hash32(seed: int, position: int, token: int) -> int:
-    """u32: the counter hash of one token's Gumbel number."""
-    h = _mix(seed & _MASK)
-    for word in (seed >> 32 & _MASK, position, token):
-        h = _mix(h ^ word * 0x9E3779B9 & _MASK)
+def hash32(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
+    """u64, below 2^32: the counter hash of the tokens' Gumbel numbers."""
+    h = _mix(np.array([seed & _MASK], np.uint64))
+    for words in (np.array([seed >> 32 & _MASK], np.uint64), np.array([position], np.uint64), tokens.astype(np.uint64)):
+        h = _mix(h ^ words * 0x9E3779B9 & _MASK)
     return h
 
 
 def gumbel(seed: int, position: int, tokens: int) -> np.ndarray:
     """f64[tokens]: -log(-log(u)) with u = ((hash >> 8) + 0.5) / 2^24."""
-    u = np.array([((hash32(seed, position, i) >> 8) + 0.5) * 2.0**-24 for i in range(tokens)])
+    u = ((hash32(seed, position, np.arange(tokens)) >> 8) + 0.5) * 2.0**-24
     return -np.log(-np.log(u))
 
 
@@ -119,9 +119,9 @@ def _bits(x: float) -> int:
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
-def _mix(x: int) -> int:
-    x ^= x >> 16
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x ^ x >> 16
     x = x * 0x85EBCA6B & _MASK
-    x ^= x >> 13
+    x = x ^ x >> 13
     x = x * 0xC2B2AE35 & _MASK
     return x ^ x >> 16
