@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hybrid.core.dtypes import DTYPES
@@ -162,22 +162,23 @@ def covering(spec: OpSpec, backend: str, most: int = 24) -> tuple[Mapping[str, s
         every = itertools.combinations(sorted([*c.items(), *fused]), 2)
         return {(a, b) for a, b in every if met(a[0], b[0])}
 
-    held = {i: pairs(c) for i, c in enumerate(choices)}
-    left, picked = set[object]().union(*held.values()), []
-    while left:
-        best = max(held, key=lambda i: len(left & held[i]))
-        picked.append(choices[best])
-        left -= held[best]
-    return tuple(picked)
+    return tuple(choices[i] for i in _picked([pairs(c) for c in choices]))
 
 
 def one_each(choices: tuple[Mapping[str, str], ...]) -> tuple[Mapping[str, str], ...]:
     """A subset in which every dtype of every tensor occurs."""
-    left, picked = {p for c in choices for p in c.items()}, []
+    return tuple(choices[i] for i in _picked([c.items() for c in choices]))
+
+
+def _picked(sets: Sequence[Collection[object]]) -> list[int]:
+    """Indices of sets that together hold all elements, each time of the one with the most new ones."""
+    bits: dict[object, int] = {}
+    masks = [sum(1 << bits.setdefault(element, len(bits)) for element in found) for found in sets]
+    left, picked = (1 << len(bits)) - 1, list[int]()
     while left:
-        picked.append(max(choices, key=lambda c: len(left & set(c.items()))))
-        left -= set(picked[-1].items())
-    return tuple(picked)
+        picked.append(max(range(len(masks)), key=lambda i: (left & masks[i]).bit_count()))
+        left &= ~masks[picked[-1]]
+    return picked
 
 
 def _suited(
