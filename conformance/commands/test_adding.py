@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,20 @@ CAUGHT = ("pytest", "-q", "-p", "no:cacheprovider", "conformance/mutation", "-k"
 
 
 class Tree:
-    """A copy of what the steps read, with the operation's files."""
+    """A copy of what the steps read (byte code too, or each command would compile it again), with the operation's files
+    and modules."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("specs", "kernels", "hybrid", "conformance", "perf"):
-            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, symlinks=True)
         shutil.copy(ROOT / "pyproject.toml", folder)
+        self.restore()
+        self.build()
+
+    def restore(self) -> None:
         for path, source in FILES.items():
-            shutil.copy(DATA / "scale_add" / source, folder / path)
+            shutil.copy(DATA / "scale_add" / source, self.folder / path)
 
     def run(self, *command: str) -> tuple[int, str]:
         """Exit code and output of python -m COMMAND."""
@@ -58,14 +64,20 @@ class Tree:
         assert code == 0, said
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     need_compiler()
-    return Tree(tmp_path)
+    return Tree(tmp_path_factory.mktemp("tree"))
+
+
+@pytest.fixture
+def tree(shared: Tree) -> Iterator[Tree]:
+    """Without mistakes, before and after."""
+    yield shared
+    shared.restore()
 
 
 def test_an_operation_is_added_and_proved(tree: Tree) -> None:
-    tree.build()
     for command in (CHECK, SUITE, CAUGHT):
         code, said = tree.run(*command)
         assert code == 0, said
@@ -96,13 +108,16 @@ def test_a_mistake_is_caught(
     text = file.read_text()
     assert find in text
     file.write_text(text.replace(find, replace))
-    tree.build()
+    if path == SHADER:
+        tree.build()
     code, found = tree.run(*command)
+    if path == SHADER:
+        tree.restore()
+        tree.build()
     assert code != 0 and said in found, found
 
 
 def test_a_shader_that_was_not_built_again_ends_the_run(tree: Tree) -> None:
-    tree.build()
     file = tree.folder / SHADER
     file.write_text(file.read_text().replace("push.a *", "2 *"))
     code, said = tree.run(*SUITE)
