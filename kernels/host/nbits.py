@@ -10,7 +10,6 @@ float32 sums round. Weights become its codes without loss:
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.dtypes import DTYPES, DType
-from hybrid.core.protobuf import field, key, varint
+from hybrid.core.protobuf import field
 from hybrid.core.tensor import Packed, Rows, Tensor, unpacked
 from hybrid.kernels.host.threads import processors
 from hybrid.quant.blocks import factors, integers
@@ -74,12 +73,9 @@ def exact_for(x: Tensor) -> bool:
 
 
 def size(source: Any) -> int:
-    """Bytes of a Product of a matrix, or of one with such a `dtype` and `shape`: onnxruntime packs codes and two float32
-    for each block; minima."""
-    return sum(
-        math.prod(piece.shape) * _Form.of(DTYPES[piece.dtype]).bits_held // 8
-        for piece in (source.tensors if isinstance(source, Rows) else (source,))
-    )
+    """Bytes of a Product of a matrix, or of one with such a `dtype` and `shape`."""
+    pieces = source.tensors if isinstance(source, Rows) else (source,)
+    return sum(math.prod(p.shape) // BLOCK * _bytes_of_block(DTYPES[p.dtype]) for p in pieces)
 
 
 class Product:
@@ -143,9 +139,23 @@ class _Form:
         centre = low + (high - low + 1) // 2 if bits == 4 else (low + high + 1) // 2 if low >= 0 else 0
         return cls(bits, min(kind.group, BLOCK), centre, kind.minimum or centre != 0)
 
-    @property
-    def bits_held(self) -> int:
-        return BLOCK // self.group * (self.bits + 2) + (32 // self.group if self.minima else 0)
+
+_ZEROS = {4: 0x88, 8: 0x80}
+"""The bytes of zero points, by bits, that MatMulNBits takes if none are given."""
+
+
+def _zero(kind: DType) -> int:
+    """The code of 0: small where codes are, since it cancels in float32."""
+    low, high = kind.integers
+    return (high - low + 1) // 2 if high - low < 128 else 128
+
+
+def _bytes_of_block(kind: DType) -> int:
+    """What onnxruntime holds of a block: codes, a sum, the scale (of 8 bits twice: packed, and as given), and a zero point
+    if given; minima."""
+    form = _Form.of(kind)
+    copy = BLOCK * form.bits // 8 + 4 * (form.bits // 8 + 2) + (_zero(kind) != 1 << form.bits - 1)
+    return BLOCK // form.group * (copy + 4 * form.minima)
 
 
 class _Part:
@@ -157,9 +167,11 @@ class _Part:
         codes, scales, zeros, minima = zip(*(_coded(unpacked(piece), form) for piece in source.tensors), strict=True)
         self._minima = np.ascontiguousarray(_joined(minima).T) if form.minima else None
         self._group = form.group
-        given = {"w": codes, "scales": scales, "zeros": zeros}
-        model = _model(n, k * self._copies, form.bits, {what: _joined(pieces) for what, pieces in given.items()})
-        self._session = _session(model)
+        width = k * self._copies
+        given = {"w": _joined(codes).reshape(n, width // BLOCK, -1), "scales": _joined(scales).reshape(-1)}
+        if any((piece != _ZEROS[form.bits]).any() for piece in zeros):
+            given["zeros"] = _joined(zeros).reshape(-1)
+        self._session = _session(n, width, form.bits, given)
 
     def __call__(self, x: Tensor, values: np.ndarray) -> np.ndarray:
         given = np.concatenate([values] * self._copies, axis=1) if self._copies > 1 else values
@@ -183,7 +195,7 @@ def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
 def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
     """Codes u8 [N, copies * K * bits / 8], scales f32 and zero points u8 [N, copies * K / 32], and minima f32 [N, K /
     group] (empty without them)."""
-    (n, k), (low, high) = w.shape, w.type.integers
+    n, k = w.shape
     parts = [p.reshape(n * k // w.type.block, -1) for p in w.parts]
     q = integers(w.dtype, parts).reshape(n, k).view(np.uint8)  # modulo 256: also with the centre
     scale, minimum = factors(w.dtype, parts, np.float32)
@@ -194,7 +206,7 @@ def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
     if minimum is not None:
         least += np.repeat(minimum.reshape(n, -1), scale.size // minimum.size, axis=1)
     copies = BLOCK // form.group
-    zero = (high - low + 1) // 2 if high - low < 128 else 128  # small where codes are: it cancels in float32
+    zero = _zero(w.type)
     q = q + np.uint8((zero - form.centre) % 256)
     if copies > 1:
         spread = np.full((n, copies, k // BLOCK, copies, form.group), zero, np.uint8)
@@ -212,37 +224,34 @@ def _coded(w: Tensor, form: _Form) -> tuple[np.ndarray, ...]:
 # --- sessions
 
 
-def _session(model: list[bytes | memoryview]) -> Any:
-    """One thread computes: Product splits. The model goes through a file, since a session keeps bytes that it is
-    given."""
-    import onnxruntime
+def _session(n: int, k: int, bits: int, given: Mapping[str, np.ndarray]) -> Any:
+    """A session of y [T, n] = MatMulNBits(x [T, k], w, scales[, zeros]). One thread computes: Product splits. The arrays
+    are given beside the model, since a session keeps what is inside; one operation has nothing to optimise."""
+    import onnxruntime as ort
 
-    options = onnxruntime.SessionOptions()
+    options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = False
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
-    with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
-        file.writelines(model)
-        file.flush()
-        return onnxruntime.InferenceSession(file.name, options, providers=["CPUExecutionProvider"])
+    options.add_external_initializers([*given], [ort.OrtValue.ortvalue_from_numpy(a) for a in given.values()])
+    return ort.InferenceSession(_model(n, k, bits, given), options, providers=["CPUExecutionProvider"])
 
 
-def _model(n: int, k: int, bits: int, given: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
-    """An ONNX model, in pieces: y [T, n] = MatMulNBits(x [T, k], w, scales, zeros)."""
+def _model(n: int, k: int, bits: int, given: Mapping[str, np.ndarray]) -> bytes:
+    """The ONNX model of a session, its arrays declared as external data."""
     numbers = {"N": n, "K": k, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
     attributes = [field(5, field(1, name.encode()) + field(3, v) + field(20, 2)) for name, v in numbers.items()]
     inputs = b"".join(field(1, name.encode()) for name in ("x", *given))
     node = inputs + field(2, b"y") + field(4, b"MatMulNBits") + b"".join(attributes) + field(7, _DOMAIN)
-    graph: list[bytes | memoryview] = [field(1, node), field(2, b"product")]
-    shapes = {"w": (n, k // BLOCK, BLOCK * bits // 8)}
+    graph = [field(1, node), field(2, b"product")]
     for name, data in given.items():
-        dims = b"".join(field(1, d) for d in shapes.get(name, (data.size,)))
-        kind = field(2, 1 if data.dtype == np.float32 else 2)
-        head = dims + kind + field(8, name.encode()) + key(9, 2) + varint(data.nbytes)
-        graph += [key(5, 2) + varint(len(head) + data.nbytes) + head, data.data.cast("B")]
+        dims, kind = b"".join(field(1, d) for d in data.shape), field(2, 1 if data.dtype == np.float32 else 2)
+        place = field(13, field(1, b"location") + field(2, name.encode()))
+        graph.append(field(5, dims + kind + field(8, name.encode()) + place + field(14, 1)))
     for number, what, width in ((11, b"x", k), (12, b"y", n)):
         rows_by_width = field(1, field(2, b"T")) + field(1, field(1, width))
         kind_and_shape = field(1, field(1, 1) + field(2, rows_by_width))
         graph.append(field(number, field(1, what) + field(2, kind_and_shape)))
     versions = field(8, field(1, b"") + field(2, 21)) + field(8, field(1, _DOMAIN) + field(2, 1))
-    return [field(1, 10) + versions + key(7, 2) + varint(sum(len(g) for g in graph)), *graph]
+    return field(1, 10) + versions + field(7, b"".join(graph))
