@@ -317,7 +317,7 @@ def test_scores_of_a_tokenizer_model_are_kept_beside_a_json(tmp_path: Path) -> N
     with open_checkpoint(folder) as source:
         convert(source, tmp_path / "m.gguf", "f32")
     scores = open_checkpoint(tmp_path / "m.gguf").tokenizer.vocabulary.scores
-    assert scores == tuple(s for _, s, _ in PIECES)
+    assert list(scores) == [s for _, s, _ in PIECES]
 
 
 # The files around -----------------------------------------------------------------------------------------------------

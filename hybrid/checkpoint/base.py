@@ -108,7 +108,9 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, read on first use. CheckpointError if there is none."""
-        return self.make_tokenizer()
+        made = self.make_tokenizer()
+        object.__setattr__(self, "make_tokenizer", lambda: made)  # frees what it was made of
+        return made
 
     def close(self) -> None:
         """Close the files."""

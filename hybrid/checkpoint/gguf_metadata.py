@@ -72,7 +72,7 @@ def _scored(source: Checkpoint) -> Vocabulary:
         own = read_sentencepiece(file)
         n = min(len(own.pieces), len(v.pieces))
         if own.pieces[:n] == v.pieces[:n]:
-            return replace(v, scores=own.scores[:n] + (0.0,) * (len(v.pieces) - n), merges=None)
+            return replace(v, scores=[*own.scores[:n], *[0.0] * (len(v.pieces) - n)], merges=None)
     return with_scores(v)
 
 

@@ -56,9 +56,9 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
         spelled[i] = pieces[i].replace(" ", SPACE)
     try:
         vocabulary = Vocabulary(
-            tuple(spelled),
-            tuple(scores),
-            tuple(types),
+            spelled,
+            scores,
+            types,
             _index(m, "bos_token_id"),
             eos,
             _index(m, "unknown_token_id"),

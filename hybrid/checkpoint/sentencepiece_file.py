@@ -63,7 +63,7 @@ def _read(path: Path) -> Vocabulary:
     defaults = {40: 0, 41: 1, 42: 2, 43: -1}
     unk, bos, eos, pad = (_optional(trainer.get(key, default)) for key, default in defaults.items())
     prefix = bool(normaliser.get(3, 1))
-    return Vocabulary(tuple(pieces), tuple(scores), tuple(types), bos, eos, unk, pad, add_space_prefix=prefix)
+    return Vocabulary(pieces, scores, types, bos, eos, unk, pad, add_space_prefix=prefix)
 
 
 def _optional(value: int) -> int | None:

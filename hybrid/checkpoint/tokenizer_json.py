@@ -67,8 +67,8 @@ def with_added(vocabulary: Vocabulary, added: Iterable[AddedToken]) -> Vocabular
         reach.pop(index, None)
         if token.lstrip or token.rstrip or token.single_word:
             reach[index] = (index, token.lstrip, token.rstrip, token.single_word)
-    scores = vocabulary.scores + (0.0,) * (len(pieces) - len(vocabulary.pieces))
-    return replace(vocabulary, pieces=tuple(pieces), types=tuple(types), scores=scores, reach=tuple(reach.values()))
+    scores = [*vocabulary.scores, *[0.0] * (len(pieces) - len(vocabulary.pieces))]
+    return replace(vocabulary, pieces=pieces, types=types, scores=scores, reach=tuple(reach.values()))
 
 
 def read_tokenizer_json(path: Path) -> Vocabulary:

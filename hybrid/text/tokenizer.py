@@ -12,12 +12,13 @@ import codecs
 import heapq
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
-from operator import neg
 from typing import Any
+
+from hybrid.text.pieces import Pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
 SPACE = "\u2581"
@@ -70,6 +71,7 @@ class TokenizerError(ValueError):
 class Vocabulary:
     """Pieces by id, in SentencePiece's form: U+2581 for a space (bytes that are not UTF-8 as surrogate escapes).
 
+    Any sequences are taken; they are kept as Pieces, array of doubles, and bytes.
     A user-defined piece with real spaces can be decoded but never encoded, as in SentencePiece.
     `merges` ("left right", by priority) replace the scores if present.
     `add_bos`: whether texts begin with the begin-of-text token. `after_id`: the token that follows every text.
@@ -78,15 +80,15 @@ class Vocabulary:
     whole words.
     """
 
-    pieces: tuple[str, ...]
-    scores: tuple[float, ...]
-    types: tuple[int, ...]
+    pieces: Sequence[str]
+    scores: Sequence[float]
+    types: Sequence[int]
     bos_id: int | None
     eos_id: int | None
     unk_id: int | None = None
     pad_id: int | None = None
     add_space_prefix: bool = False
-    merges: tuple[str, ...] | None = None
+    merges: Sequence[str] | None = None
     add_bos: bool = True
     after_id: int | None = None
     named: tuple[tuple[str, str], ...] | None = None
@@ -106,6 +108,10 @@ class Vocabulary:
             value = getattr(self, name)
             if value is not None and not 0 <= value < n:
                 raise TokenizerError(f"{name} {value} is outside the {n} tokens")
+        object.__setattr__(self, "pieces", Pieces.of(self.pieces))
+        object.__setattr__(self, "scores", array("d", self.scores))
+        object.__setattr__(self, "types", bytes(self.types))
+        object.__setattr__(self, "merges", None if self.merges is None else Pieces.of(self.merges))
 
     def first(self, n: int) -> Vocabulary:
         """The first `n` pieces: files may list tokens without an embedding."""
@@ -144,38 +150,65 @@ class Tokenizer:
         self.n_rows = max(self.n_tokens, rows or 0)
         self.bos_id = v.bos_id if v.add_bos else None
         ends = {i for i in (v.eos_id, *eos_ids) if i is not None and 0 <= i < self.n_tokens}
-        others = [t != BYTE for t in v.types]
-        pieces, ids = list(compress(v.pieces, others)), list(compress(range(self.n_tokens), others))
-        self._ids = dict(zip(reversed(pieces), reversed(ids), strict=True))  # of equal pieces the first counts
-        self.eos_ids = frozenset(ends | {self._ids[t] for t in END_TEXTS if t in self._ids})
-        self.types = _effective_types(v, self._ids, markers)
+        self._pieces, self._merges = Pieces.of(v.pieces), None if v.merges is None else Pieces.of(v.merges)
+        self.eos_ids = frozenset(ends | {i for i in map(self.token_id, END_TEXTS) if i is not None})
+        self.types = self._effective_types(markers)
         """Effective types of the pieces."""
-        # Nearly all pieces are normal: what follows copies their dictionary, and looks at each of the others.
-        odd = {p: t for i, t in enumerate(self.types) if t != NORMAL and self._ids.get(p := v.pieces[i]) == i}
-        self._mergeable = self._ids.copy()
-        never = [p for p, t in odd.items() if t in (CONTROL, UNKNOWN)]
-        for p in (*never, *PRINTED_MARKS, *(p for p in self._ids if " " in p)):
-            self._mergeable.pop(p, None)
+        # Nearly all pieces are normal: each of the others is looked at.
+        odd = [(i, v.pieces[i], t) for i, t in enumerate(self.types) if t != NORMAL]
+        odd = [(i, p, t) for i, p, t in odd if self.token_id(p) == i]
+        never = {p: i for i, p, t in odd if t in (CONTROL, UNKNOWN)}
+        marks = {p: i for p in PRINTED_MARKS if (i := self.token_id(p)) is not None}
+        self._mergeable = bytearray(b"\1") * self.n_tokens
+        for i in (*never.values(), *marks.values(), *self._pieces.holding(" ")):
+            self._mergeable[i] = 0
         # Key of a pair: its concatenation, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
-        if v.merges is None:
-            scores = map(neg, map(v.scores.__getitem__, self._mergeable.values()))
-            self._order: dict[str, float] = dict(zip(self._mergeable, scores, strict=True))
-            self._unused = {p for p, t in odd.items() if t == UNUSED}
-        else:
-            self._order = _order_of_merges(v, self._mergeable)
-            self._unused = set()
+        self._formed, self._order = _Found(self._find), _Found(self._find_order)
+        self._unused = {p for _, p, t in odd if t == UNUSED and v.merges is None}
+        self._check_merges()
         self._bytes = _byte_ids(v)
-        user = {p: self._ids[p] for p, t in odd.items() if t == USER_DEFINED and " " not in p and p}
-        control = {p.replace(" ", SPACE): self._ids[p] for p in never if p}
+        user = {p: i for i, p, t in odd if t == USER_DEFINED and " " not in p and p}
+        control = {p.replace(" ", SPACE): i for p, i in never.items() if p}
         marks = {p: i for p, i in user.items() if p in PRINTED_MARKS}
         unmarked = {p: i for p, i in user.items() if p not in marks}
         cutters = (_Cutter(p, v.reach) for p in (user, control | user, control, control | marks, unmarked))
         self._user, self._special, self._control, self._quoted, self._unmarked = cutters
         # If no piece has a space after another character, merges never cross word boundaries: words are encoded
         # separately and cached.
-        self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable if SPACE in p[1:])
+        spaced = (i for i in self._pieces.holding(SPACE, inside=True) if self._mergeable[i] and v.types[i] != BYTE)
+        self._by_word = not any(SPACE in v.pieces[i].lstrip(SPACE) for i in spaced)
         self._words: dict[str, tuple[int, ...]] = {}
+
+    def _effective_types(self, markers: Iterable[str]) -> bytes:
+        """The file's types, corrected for control tokens known by text or role."""
+        v, types = self.vocabulary, bytearray(self.vocabulary.types)
+        markers = tuple(markers)
+        roles = (v.bos_id, v.eos_id, v.pad_id) if markers else ()
+        for i in (*map(self.token_id, markers), *roles):
+            if i is not None and types[i] in (NORMAL, USER_DEFINED):
+                types[i] = CONTROL
+        return bytes(types)
+
+    def _check_merges(self) -> None:
+        """TokenizerError for a merge that forms no piece."""
+        known = set() if self._merges is None else set(self._pieces)
+        for rank, merge in enumerate(self._merges or ()):
+            if merge.replace(" ", "", 1) not in known:
+                raise TokenizerError(f"merge {rank}, {merge!r}, makes no piece of the vocabulary")
+
+    def _find(self, text: str) -> int | None:
+        """Id of the piece that merges make of this text: never a control token or a byte."""
+        i = self.token_id(text)
+        return i if i is not None and self._mergeable[i] else None
+
+    def _find_order(self, pair: str) -> float | None:
+        """When a pair is merged, the lowest first: by the score of its piece, or by its place among the merges; None:
+        never."""
+        i = self._find(pair if self._merges is None else pair.replace(" ", "", 1))
+        if i is None or self._merges is None:
+            return None if i is None else -self.vocabulary.scores[i]
+        return max(map(float, self._merges.numbers(pair)), default=None)
 
     @property
     def special(self) -> dict[str, str]:
@@ -282,7 +315,8 @@ class Tokenizer:
 
     def token_id(self, piece: str) -> int | None:
         """Id of the token with exactly this text (U+2581 for a space), or None."""
-        return self._ids.get(piece)
+        types = self.vocabulary.types
+        return next((i for i in self._pieces.numbers(piece) if types[i] != BYTE), None)  # of equal pieces the first
 
     def _plain_parts(self, text: str) -> Iterator[Sequence[int]]:
         """Ids of text without user-defined pieces; yields an empty part after a few milliseconds without ids."""
@@ -315,7 +349,7 @@ class Tokenizer:
             if left < 0 or right < 0:
                 return
             first, second = symbols[left], symbols[right]
-            known = order.get(first + joint + second)
+            known = order[first + joint + second]
             if known is not None:
                 heapq.heappush(heap, (known, left, right, len(first) + len(second)))
                 if unused and first + second in unused:
@@ -346,14 +380,28 @@ class Tokenizer:
             symbol = stack.pop()
             if symbol in halves:
                 stack.extend(reversed(halves[symbol]))
-            elif symbol in self._mergeable:
-                out.append(self._mergeable[symbol])
+            elif (known := self._formed[symbol]) is not None:
+                out.append(known)
             else:
                 out.extend(self._bytes[b] for b in symbol.encode("utf-8"))
             if len(out) >= _PART:
                 yield out
                 out = []
         yield out
+
+
+class _Found(dict[str, Any]):
+    """What was found for texts, so far."""
+
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, text: str) -> Any:
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        found = self[text] = self._find(text)
+        return found
 
 
 class StreamDecoder:
@@ -445,32 +493,6 @@ class _Cutter:
                     break
         if done < len(text):
             yield text[done:], None
-
-
-def _effective_types(v: Vocabulary, ids: Mapping[str, int], markers: Iterable[str]) -> tuple[int, ...]:
-    """The file's types, corrected for control tokens known by text or role."""
-    types = list(v.types)
-    roles = (v.bos_id, v.eos_id, v.pad_id) if markers else ()
-    for index in (*(ids[m] for m in markers if m in ids), *(i for i in roles if i is not None)):
-        if types[index] in (NORMAL, USER_DEFINED):
-            types[index] = CONTROL
-    return tuple(types)
-
-
-def _order_of_merges(v: Vocabulary, mergeable: Mapping[str, int]) -> dict[str, float]:
-    """Rank of each usable "left right": like scores, merges never form control tokens or bytes. TokenizerError for a
-    merge that forms no piece."""
-    order: dict[str, float] = {}
-    others: set[str] | None = None
-    for rank, merge in enumerate(v.merges or ()):
-        union = merge.replace(" ", "", 1)
-        if union in mergeable:
-            order[merge] = float(rank)
-            continue
-        others = set(v.pieces) if others is None else others
-        if union not in others:
-            raise TokenizerError(f"merge {rank}, {merge!r}, makes no piece of the vocabulary")
-    return order
 
 
 def _byte_ids(v: Vocabulary) -> list[int]:
