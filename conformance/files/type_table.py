@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,8 @@ CHUNK, TOGETHER = 256, 8
 
 
 def distances(path: Path, limit: int | None = None, runs: Sequence[Run] = RUNS) -> list[Measured]:
-    """The distance of each run from exact decoding on cpu, over the first `limit` chunks of the held-out text. Needs the
-    memory of all their logits."""
+    """The distance of each run from exact decoding on cpu, over the first `limit` predictions of the held-out text. Needs
+    the memory of all their logits."""
     exact = [*logits(path, ("cpu", "exact", "prompt"), limit)]
     found = []
     for run in runs:
@@ -59,7 +60,10 @@ def logits(path: Path, run: Run, limit: int | None) -> Iterator[tuple[np.ndarray
     """(logits of each prediction, the token that came) of a few chunks at a time."""
     device, precision, phase = run
     with hybrid.load(path, device, precision=precision, ctx=CHUNK, slots=TOGETHER) as model:
-        chunks = encode(model, read_text(GOLDEN / "held-out.txt", FORM_FEED), CHUNK, True).documents[:limit]
+        chunks = encode(model, read_text(GOLDEN / "held-out.txt", FORM_FEED), CHUNK, True).documents
+        before = [0, *accumulate(len(ids) - 1 for ids in chunks)]
+        if limit is not None:
+            chunks = [ids[: limit - n + 1] for ids, n in zip(chunks, before, strict=False) if n < limit]
         for some in (chunks[at : at + TOGETHER] for at in range(0, len(chunks), TOGETHER)):
             rows = [(at, i) for i, ids in enumerate(some) for at in range(len(ids))]
             if phase == "decode":  # reads a row of each chunk, then the next of each
@@ -82,7 +86,7 @@ def main() -> None:
     p = argparse.ArgumentParser(prog="python -m conformance.files.type_table")
     p.add_argument("types", nargs="*", default=TYPES, metavar="TYPE")
     p.add_argument("--model", type=Path, metavar="FILE", help="instead of the embedded one; first in its own types")
-    p.add_argument("--limit", type=int, metavar="N", help=f"only the first N chunks of {CHUNK} tokens")
+    p.add_argument("--limit", type=int, metavar="N", help=f"only the first N predictions, in chunks of {CHUNK} tokens")
     p.add_argument("--device", choices=("cpu", "vulkan"), help="only this one")
     args = p.parse_args()
     runs = [run for run in RUNS if args.device in (None, run[0])]
