@@ -111,7 +111,6 @@ def _main(args: argparse.Namespace) -> int:
     if args.out.exists() and not args.force:
         raise ValueError(f"{args.out} exists: choose another name, or --force to replace it")
     hp = random_shape(args.name, args.layers, args.vocab)
-    random_types(hp, args.type, args.head)  # what cannot be is said before anything is written
     begin = time.perf_counter()
     random_file(args.out, hp, args.type, args.head, f"{args.name} (random)")
     seconds, size = time.perf_counter() - begin, args.out.stat().st_size

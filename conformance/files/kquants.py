@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from conformance.support.gguf_files import finish
 from hybrid.checkpoint import Checkpoint
 from hybrid.checkpoint.gguf_metadata import write_metadata
-from hybrid.core.dtypes import DTYPES, FILE_TYPES
+from hybrid.core.dtypes import fitting
 from hybrid.core.tensor import Tensor
 from hybrid.harness.block_values import pack
 from hybrid.quant.codec import dequantise, quantise, to_ggml
@@ -87,8 +87,7 @@ def write_gguf(source: Checkpoint, path: Path, types: str) -> Path:
     for name in source.names:
         values = dequantise(source.tensor(name), np.float32)
         kind = "f32" if values.ndim == 1 else mixture(name, types, source.hparams.n_layers)
-        if values.shape[-1] % DTYPES[kind].block:
-            kind = FILE_TYPES[kind].narrower
+        kind = fitting(kind, values.shape[-1])
         writer.add_tensor(name, to_ggml(encode(values, kind)), raw_dtype=GGMLQuantizationType[kind.upper()])
     finish(writer)
     return path

@@ -10,6 +10,7 @@ import hybrid
 from conformance.support.devices import BACKENDS
 from conformance.support.profile import LONG
 from hybrid.checkpoint.random import random_checkpoint
+from hybrid.convert.kinds import Wanted, plan_types
 from hybrid.core.errors import SpecError
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
@@ -68,12 +69,19 @@ def test_rows_are_those_of_the_whole():
     assert all((a == b).all() for a, b in zip(whole.rows(100, 120).parts, part.parts, strict=True))
 
 
+def test_rows_that_are_no_whole_blocks_take_the_type_that_conversion_takes():
+    with random_checkpoint("gemma3-270m", "q3_k", **SMALL) as made:
+        kinds = plan_types({n: ("bf16", made.shape(n)) for n in made.names}, Wanted("q3_k", {"embed": "q8_0"})).kinds
+        assert {n: made.dtype(n) for n in made.names} == kinds
+        assert {kinds["blk.0.attn_output.weight"], kinds["blk.0.ffn_up.weight"]} == {"q3_k", "iq4_nl"}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"name": "gemma3-27"}, "no model is called 'gemma3-27'; did you mean 'gemma3-27b'?"),
         ({"kind": "q4"}, "--type: 'q4' is no storage type; did you mean 'q4_"),
-        ({"head": "q6_k"}, "--head q6_k: rows of 640 (token_embd.weight) are no multiple of 256"),
+        ({"head": "q6"}, "--head: 'q6' is no storage type; did you mean 'q6_k'?"),
         ({"layers": 19}, "--layers 19 is outside 1..18"),
         ({"vocab": 5}, "--vocab 5 is outside 32..262144"),
     ],

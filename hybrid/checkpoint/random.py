@@ -19,7 +19,7 @@ from hybrid.checkpoint.base import Checkpoint, Entry, Generation
 from hybrid.checkpoint.classes import class_of
 from hybrid.checkpoint.families import is_exact, tensors
 from hybrid.checkpoint.gguf_file import open_gguf
-from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES, fitting
 from hybrid.core.errors import nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.places import DEMO
@@ -38,8 +38,8 @@ def random_checkpoint(
     name: str, kind: str = "q4_0", head: str | None = None, layers: int | None = None, vocab: int | None = None
 ) -> Checkpoint:
     """An open checkpoint of model sheet `name` (specs/models). kind: type of matrices; head: of embedding and output
-    matrix (default: q6_k if rows are whole blocks, else q8_0); layers: use only the first; vocab: number of tokens.
-    ValueError for invalid values."""
+    matrix (default: q6_k); rows that are no whole blocks take the type that hybrid.convert takes; layers: use only the
+    first; vocab: number of tokens. ValueError for invalid values."""
     hp = random_shape(name, layers, vocab)
     kinds = random_types(hp, kind, head)
     entries = {n: _entry(n, kinds[n], shape) for n, shape in tensors(hp).items()}
@@ -73,24 +73,19 @@ def random_shape(name: str, layers: int | None = None, vocab: int | None = None)
 def random_types(
     hparams: HParams, kind: str, head: str | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, str]:
-    """Storage type of every tensor by name. shapes: instead of the tensors that plans use. ValueError if rows are not
-    whole blocks."""
-    head = head or ("q8_0" if hparams.hidden % DTYPES["q6_k"].block else "q6_k")
+    """Storage type of every tensor by name. shapes: instead of the tensors that plans use. ValueError for an unknown
+    type."""
     found = {}
     for name, shape in (tensors(hparams) if shapes is None else shapes).items():
         if is_exact(name, shape):
             found[name] = "f32"
             continue
-        option, wanted = ("head", head) if class_of(name) in _HEAD else ("type", kind)
+        option, wanted = ("head", head or "q6_k") if class_of(name) in _HEAD else ("type", kind)
         if class_of(name) == "streams" and wanted in DTYPES and DTYPES[wanted].quantised:
             wanted = _STREAMS
         if wanted not in WEIGHT_TYPES:
             raise ValueError(f"--{option}: {wanted!r} is no storage type{nearest(wanted, WEIGHT_TYPES)}")
-        if shape[1] % DTYPES[wanted].block:
-            raise ValueError(
-                f"--{option} {wanted}: rows of {shape[1]} ({name}) are no multiple of {DTYPES[wanted].block}"
-            )
-        found[name] = wanted
+        found[name] = fitting(wanted, shape[1])
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hybrid.checkpoint import CheckpointError
 from hybrid.checkpoint.classes import CLASSES, class_of
 from hybrid.checkpoint.families import is_exact
-from hybrid.core.dtypes import DTYPES, FILE_TYPES, WRITABLE_TYPES, requantises
+from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES, fitting, requantises
 from hybrid.core.names import part_of
 from hybrid.core.numeric import np
 
@@ -56,20 +56,20 @@ def plan_types(
             continue
         kind = wanted.of(class_of(name))
         kind = stored if kind == SAME else kind
-        fitting = _fitting(kind, shape[-1])
-        if fitting != kind:
-            fallbacks[name] = fitting
-        if writing and fitting != stored and fitting not in WRITABLE_TYPES:
+        fits = fitting(kind, shape[-1])
+        if fits != kind:
+            fallbacks[name] = fits
+        if writing and fits != stored and fits not in WRITABLE_TYPES:
             raise CheckpointError(
-                f"{fitting} can be read but not written, and tensor {name} is stored as {stored}: choose one of "
+                f"{fits} can be read but not written, and tensor {name} is stored as {stored}: choose one of "
                 f"{', '.join(WRITABLE_TYPES)}, or {SAME}"
             )
-        if not requantize and requantises(stored, fitting):
+        if not requantize and requantises(stored, fits):
             raise CheckpointError(
-                f"tensor {name} is {stored}: as {fitting} it would be quantised twice, which costs accuracy; convert the "
+                f"tensor {name} is {stored}: as {fits} it would be quantised twice, which costs accuracy; convert the "
                 f"unquantised model, keep it with --type-{class_of(name)} {SAME}, or give --requantize"
             )
-        kinds[name] = fitting
+        kinds[name] = fits
     return Types(kinds, fallbacks)
 
 
@@ -77,13 +77,6 @@ def grouped(fallbacks: Mapping[str, str]) -> list[str]:
     """One line for each kind of tensor that fell back to another type."""
     counts = Counter((part_of(name), kind) for name, kind in fallbacks.items())
     return [f"{n} x {name}: written as {kind}, whose blocks its rows fill" for (name, kind), n in counts.items()]
-
-
-def _fitting(kind: str, width: int) -> str:
-    """The type, or if rows are not whole blocks the next larger type, as in llama.cpp's quantiser."""
-    while width % DTYPES[kind].block:
-        kind = FILE_TYPES[kind].narrower
-    return kind
 
 
 def main_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> str:

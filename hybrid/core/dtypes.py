@@ -274,6 +274,14 @@ def requantises(stored: str, made: str) -> bool:
     return made != stored and DTYPES[stored].quantised and DTYPES[made].quantised
 
 
+def fitting(dtype: str, width: int) -> str:
+    """The type for rows of `width` elements: if they are no whole blocks the next larger type, as llama.cpp's quantiser
+    takes it."""
+    while width % DTYPES[dtype].block:
+        dtype = FILE_TYPES[dtype].narrower
+    return dtype
+
+
 def held_as(dtype: str, backend: str) -> str:
     """The type in which a backend stores matrices of this type: the same if it has kernels for it."""
     return dict(DTYPES[dtype].elsewhere).get(backend, dtype)
