@@ -8,16 +8,11 @@ with hybrid.load("model.gguf") as model:
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
 
-# Read by NumPy's BLAS on import: its idle threads spin for 2**n cycles, 26 by default. On a busy host the scheduler
-# preempts spinning threads when they get work.
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
-
-# A command's modules take a while to load: Ctrl-C ends it meanwhile without a traceback. hybrid.cli.run undoes this.
+# A command's modules take a while to load: Ctrl-C ends it meanwhile without a traceback. hybrid.cli.run undoes this. It
+# comes before any import that Python has not made itself.
 _COMMANDS = ("bench", "convert", "doctor", "generate", "inspect", "perplexity", "prove", "schedule", "serve")
 
 
@@ -30,10 +25,17 @@ def _is_command() -> bool:
 
 
 if _is_command():
-    import signal
+    import _signal  # type: ignore[import-not-found]
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+# Read by NumPy's BLAS on import: its idle threads spin for 2**n cycles, 26 by default. On a busy host the scheduler
+# preempts spinning threads when they get work.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
     from hybrid.checkpoint.base import CheckpointError
