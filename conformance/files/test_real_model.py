@@ -30,9 +30,9 @@ DIGEST = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 PROMPT, CONTINUED = "The history of the bicycle begins", " with the invention of the bicycle in 1"
 PREDICTIONS = 63  # of the held-out text
 NATS = 2.9816  # of them, as published, in exact decoding
-KL = dict.fromkeys(("q4_1", "q4_0", "iq4_nl", "iq4_xs", "q3_k", "q2_k"), 0.02)
-"""At most, of int8 activations and re-encoding, in prompts and decode passes; q4_0 and q2_k were at 0.009."""
-USUAL_KL = 0.01  # of the other types; at most 0.005 was measured
+KL = dict.fromkeys(("q5_k_m", "q4_k", "q4_1", "iq4_nl", "iq4_xs", "q3_k"), 0.015) | {"q4_0": 0.02, "q2_k": 0.02}
+"""At most, of int8 activations and re-encoding, in prompts and decode passes: two to three times what was measured."""
+USUAL_KL = 0.01  # of the other types
 
 
 @pytest.fixture(scope="module")
