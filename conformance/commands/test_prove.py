@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +18,7 @@ import pytest
 import hybrid
 from conformance.mutation.mutate import load, mutated_spirv
 from conformance.support.devices import Devices, need_compiler
-from conformance.support.paths import MODELS
+from conformance.support.paths import MODELS, ROOT
 from conformance.support.profile import LONG
 from conformance.support.proof import FIRST_PROOF
 from hybrid import doctor, prove, proving
@@ -30,6 +33,7 @@ from hybrid.kernels.vulkan.features import Feature, Report, choose_subgroup, wit
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.perf.mesa import installed
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +52,24 @@ LIES = (
 def own_cache(devices: Devices, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     devices.get("vulkan")  # or the test is skipped
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.skipif(not LONG, reason="another driver compiles all kernels: in the long profile")
+def test_debian_13s_llvmpipe_is_proved() -> None:
+    """With every type of cache. It counts barriers otherwise than Debian 12's."""
+    others = [m for m in installed() if m.launcher]
+    icds = [m.icd.with_name("lvp_icd.json") for m in others]
+    if not icds or not icds[0].exists():
+        pytest.skip("Debian 13's Mesa is not here: python -m perf.mesa fetch")
+    packages = [p for p in sys.path if p.endswith("site-packages")]
+    drivers = dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES"), str(icds[0]))
+    env = {**os.environ, **drivers, "PYTHONPATH": os.pathsep.join([str(ROOT), *packages])}
+    env.pop("HYBRID_VULKAN_VALIDATION", None)
+    command = [*others[0].launcher, os.path.realpath(sys.executable), "-m", "hybrid.prove", DRAFT, "--json"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert "llvmpipe" in report["driver"] and any(".q8_0." in p["kernel"] for p in report["proofs"])
 
 
 def test_a_sound_device_is_proved(
