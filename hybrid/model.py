@@ -256,7 +256,7 @@ class Model:
 
     def _report(self, request: Request) -> EngineReport:
         """Engine statistics for a request."""
-        engine, runner, spec = self.engine, self.engine.runner, self.speculator
+        engine, runner, spec = self.engine, self.engine.runner, self.engine.drafting
         done = engine.counters.minus(runner.prefilled)
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         context = request.n_prompt + (len(request.ids) - request.n_prompt) // 2
@@ -274,7 +274,7 @@ class Model:
             reencoded=tuple(r.line() for r in runner.reencoded),
             memory=dict(engine.device.memory()),
             threads=engine.device.threads,
-            speculation="" if spec is None else _speculation(spec.name, request),
+            speculation=_speculation(spec.name, request) if spec and (self.speculator or request.drafted) else "",
             drafted=request.drafted,
             accepted=request.accepted,
         )

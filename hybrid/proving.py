@@ -166,6 +166,7 @@ def plans_of(subject: Subject, device: VulkanDevice) -> Iterator[Plan]:
     """The plans of plain requests, and of every sampling option."""
     from hybrid.engine.loading import fitted, sizes_for, target_for
     from hybrid.engine.runner import warm_programs
+    from hybrid.planning.passes import bucket_of
     from hybrid.planning.planner import plan
     from hybrid.spec.schedule import find_schedule
     from hybrid.spec.step import OPTIONS
@@ -179,6 +180,9 @@ def plans_of(subject: Subject, device: VulkanDevice) -> Iterator[Plan]:
         yield plan(target, rows, outs, phase, options=options)
     for rows in sizes.decode[:1]:
         yield plan(target, rows, rows, "decode", options=[o for o in OPTIONS if o != "verify"])
+    if sizes.wanted > 1:
+        outs = bucket_of(2, sizes.wants)
+        yield plan(target, bucket_of(outs, sizes.rows), outs, "prefill", options=OPTIONS)
 
 
 @dataclass(slots=True)

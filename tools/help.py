@@ -27,6 +27,7 @@ COMMANDS = (
     "perf.serving.fuzz",
     "perf.serving.clients",
     "perf.serving.pairs",
+    "perf.serving.structured",
     "perf.tune",
     "perf.probe",
     "perf.acceptance",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.support.audit import audit
-from conformance.support.fake_runner import VOCAB, Oracle, Runner, request
+from conformance.support.fake_runner import VOCAB, Guides, Oracle, Runner, request
 from conformance.support.profile import LONG
 from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.request import Request
@@ -97,18 +97,21 @@ def spent(
     tokens: int = TOKENS,
     slow: float = 0.0,
     seed: int = 5,
+    guided: bool = False,
 ) -> Spent:
     """Seconds of a text of `tokens` tokens of each sequence, and the drafted counts. wanted: drafts that requests ask
-    for. slow: extra seconds of the first drafts."""
+    for. slow: extra seconds of the first drafts. guided: constraints expect the drafts, and there is no drafter."""
     room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
     limits = Limits(sequences, tokens + 4, rows=room, outs=room, ahead=1)
     blocks = Blocks([Group("local", sequences * (tokens // 4 + 4), WINDOW)], BLOCK)
     scheduler, clock = Scheduler(blocks, limits, lambda: 0.0), Clock()
     runner = Runner(blocks.groups, BLOCK, sequences, -(-limits.ctx // BLOCK))
     drafter = Rated(Oracle([WINDOW]), rate, clock, draft if callable(draft) else lambda n: draft * n, slow, seed)
-    speculator = Speculator(drafter, room, k, None, lambda r, e: None, lambda why: None, clock)
+    guides: Any = Guides(scheduler, lambda r: drafter.propose({r: MOST})[r]) if guided else None
+    given = None if guided else drafter
+    speculator = Speculator(given, room, k, guides, lambda r, e: None, lambda why: None, clock)
     options = {} if wanted is None else {"speculate": wanted}
-    requests = [request(i, [i % VOCAB], tokens, **options) for i in range(sequences)]
+    requests = [request(i, [i % VOCAB], tokens, ahead=not guided, **options) for i in range(sequences)]
     for one in requests:
         scheduler.add(one)
     while not scheduler.idle:
@@ -383,12 +386,13 @@ def test_a_drafter_that_was_slow_once_is_retried() -> None:
     assert before == found.speculator.costs.known("pass")
 
 
-def test_where_the_batch_fills_the_device_no_tokens_are_drafted() -> None:
-    found = spent(0.9, full, sequences=32, tokens=100)
+@pytest.mark.parametrize("guided", [False, True])
+def test_where_the_batch_fills_the_device_no_tokens_are_drafted(guided: bool) -> None:
+    found = spent(0.9, full, sequences=32, tokens=100, guided=guided)
     assert found.seconds <= 1.02 * 100 * full(32) and not found.drafted, found
-    some = spent(0.9, full, sequences=4, tokens=100)
+    some = spent(0.9, full, sequences=4, tokens=100, guided=guided)
     assert some.seconds < 0.4 * 100 * full(4) and some.drafted / some.verified > 3
-    few = spent(0.9, full, sequences=12, tokens=100)
+    few = spent(0.9, full, sequences=12, tokens=100, guided=guided)
     assert few.seconds < 0.75 * 100 * full(12) and 1 <= few.drafted / few.verified <= 2.5, "32 rows for 12 sequences"
 
 

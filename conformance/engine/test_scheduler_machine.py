@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from conformance.support.audit import audit
-from conformance.support.fake_runner import VOCAB, Oracle, Runner, Uneven, request
+from conformance.support.fake_runner import VOCAB, Guides, Oracle, Runner, Uneven, request
 from conformance.support.profile import LONG
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.blocks import Blocks, Group
@@ -101,6 +101,7 @@ class Machine(RuleBasedStateMachine):
         queue=st.sampled_from([3, 30]),
         overtakes=st.sampled_from([0, 1, 5]),
         drafts=st.sampled_from([0, 1, 3, None, None]),
+        bare=st.booleans(),
         overlap=st.booleans(),
         cap=st.booleans(),
         pace=st.integers(0, 2),
@@ -121,6 +122,7 @@ class Machine(RuleBasedStateMachine):
         queue,
         overtakes,
         drafts,
+        bare,
         overlap,
         cap,
         pace,
@@ -151,7 +153,10 @@ class Machine(RuleBasedStateMachine):
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.failures: list[str] = []
         self.drafter, room = ModalDrafter(self.oracle), self.limits.outs or slots
-        self.speculator = Speculator(self.drafter, room, drafts, None, lambda s, e: None, self.failures.append)
+        self.bare, guides = bare, Guides(self.scheduler, self.expected)
+        self.speculator = Speculator(
+            None if bare else self.drafter, room, drafts, guides, lambda s, e: None, self.failures.append
+        )
         self.streams: list[Request] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
@@ -160,6 +165,12 @@ class Machine(RuleBasedStateMachine):
         self.pace = pace
         for asked in first:
             self.arrive(**asked)
+
+    def expected(self, stream: Request) -> list[int]:
+        """The drafts of a request's constraint."""
+        found = [] if self.drafter.way == "fails" else self.drafter.drafts(stream.ids, len(stream.ids) % 6)
+        TOTALS["drafts that constraints expect"] += len(found)
+        return found
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
@@ -382,9 +393,9 @@ class Machine(RuleBasedStateMachine):
                 case _:
                     assert stream.finish in ("cancelled", "deadline")
         self.prefixes_are_right()
-        assert len(self.failures) <= 1 and bool(self.failures) == (self.speculator.drafter is None)
+        assert len(self.failures) == (self.speculator.drafter is None and not self.bare)
         TOTALS.update({"drafters that failed": len(self.failures)})
-        assert not self.speculator._of
+        assert not (self.speculator._of or self.speculator._guided or self.speculator._gave)
         self.speculator.close()
         counts = asdict(scheduler.counts)
         for reason, n in counts.pop("finished").items():

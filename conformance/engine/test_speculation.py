@@ -105,6 +105,20 @@ class Alternating:
         return Alternating(self.model, self.said)
 
 
+class Guiding(Alternating):
+    """Alternating, and expects some of these tokens, which need not be right."""
+
+    def __init__(self, model: hybrid.Model, expects: Sequence[int], said: int = 0) -> None:
+        super().__init__(model, said)
+        self.expects = expects
+
+    def likely(self) -> Sequence[int]:
+        return self.expects[self.said : self.said + self.said % 6]
+
+    def copy(self) -> Guiding:
+        return Guiding(self.model, self.expects, self.said)
+
+
 class Hearing:
     """Allows everything, and records accepted tokens."""
 
@@ -368,6 +382,69 @@ def test_drafts_obey_constraints_and_report_every_token(model: hybrid.Model, pla
     next(iter(handle.events()))
     handle.cancel()
     assert handle.result(timeout=300).finish in ("cancelled", "length"), "between drafts and their verification"
+
+
+@pytest.mark.slow
+def test_tokens_that_a_constraint_expects_are_verified(model: hybrid.Model) -> None:
+    """Whether right, allowed and wrong, or forbidden; no drafter is asked in their place."""
+    set_drafter(model, Replay({}, 1.0))
+    asked = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 1, **WAYS["sampled"]}
+    wanted = model.submit(PROMPT, **asked, constraint=Alternating(model), speculate=0).result(timeout=300)
+    right = list(wanted.ids)
+    for expects, low, high in (
+        (right, 1.0, 1.0),
+        ([t ^ 2 * (i % 3 == 0) for i, t in enumerate(right)], 0.2, 0.9),
+        ([t ^ 2 for t in right], 0.0, 0.0),
+    ):
+        found = model.submit(PROMPT, **asked, constraint=Guiding(model, expects)).result(timeout=300)
+        assert found.ids == wanted.ids and [p.id for p in found.logprobs or ()] == right
+        assert found.usage.drafted_tokens and low <= found.usage.accepted_tokens / found.usage.drafted_tokens <= high
+    forbidden = Guiding(model, [t ^ 1 for t in right])
+    assert model.submit(PROMPT, **asked, constraint=forbidden).result(timeout=300).ids == wanted.ids
+    unasked = model.submit(PROMPT, **asked, constraint=Guiding(model, right), speculate=0).result(timeout=300)
+    assert unasked.ids == wanted.ids and not unasked.usage.drafted_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constraints_give_drafts_without_a_drafter(backend: str) -> None:
+    """On a model that was loaded without speculation: beside other requests, with a stop string, with an end among the
+    drafts, and with preemptions. No request without a constraint gets drafts."""
+    with hybrid.load(few(open_checkpoint(DEMO)), for_model(backend), ctx=64, precision="exact") as model:
+        assert model.speculator is None
+        plain = {"max_tokens": 40, "ignore_eos": True}
+        prompts = [model.encode(text)[:12] for text in (PROMPT, "class Reader:\n")]
+        ways = [WAYS["sampled"], {"max_tokens": 25}]
+
+        def run(drafts: bool) -> list[Any]:
+            """The ends of constrained requests, and of one without a constraint."""
+            handles = [
+                model.submit(
+                    ids, **{**plain, **way}, constraint=Guiding(model, expects), speculate=None if drafts else 0
+                )
+                for ids, way, expects in zip(prompts, ways, texts, strict=True)
+            ]
+            return [h.result(timeout=300) for h in (*handles, model.submit(prompts[0], **plain))]
+
+        texts: list[Sequence[int]] = [(), ()]
+        wanted = run(False)
+        texts = [done.ids for done in wanted[:2]]
+        model.engine.drafting.k = 3
+        found = run(True)
+        assert [done.ids for done in found] == [done.ids for done in wanted] and not found[2].usage.drafted_tokens
+        model.engine.drafting.k = None
+        assert all(done.usage.accepted_tokens == done.usage.drafted_tokens > 0 for done in found[:2])
+        assert model.metrics().preemptions > 0 and model.metrics().verified > 0
+        stop = model.decode(texts[0][7:9])
+        ends = [
+            model.submit(
+                prompts[0], **plain, **ways[0], stop=[stop], constraint=Guiding(model, texts[0]), speculate=k
+            ).result(timeout=300)
+            for k in (0, None)
+        ]
+        assert ends[0].text == ends[1].text and ends[0].finish == ends[1].finish == "stop"
+        assert not model.engine.faults and not model.engine.runner.blocks.used["global"]
+        audit(model.engine.scheduler)
 
 
 @pytest.mark.slow

@@ -1,6 +1,11 @@
-"""python -m perf.serving.scheduler: it measures, in a small run."""
+"""perf.serving: it measures, in a small run."""
 
 from __future__ import annotations
+
+import hybrid
+from conformance.support.models import BOTH, cut
+from hybrid.checkpoint import open_checkpoint
+from hybrid.core.places import DEMO
 
 
 def test_its_cost_is_measured(capsys):
@@ -17,3 +22,14 @@ def test_the_cost_of_readers_is_measured():
 
     spent = readers.measure(3, 20)
     assert 0 < spent.engine <= spent.process and spent.passes >= 15
+
+
+def test_answers_with_a_schema_take_fewer_passes():
+    """Their texts stay the same. With fixed blanks nearly every expected token is forced."""
+    from hybrid.perf.serving import structured
+
+    with hybrid.load(cut(open_checkpoint(DEMO), BOTH), "cpu", slots=8, ctx=256, precision="exact") as model:
+        plain, found = (structured.measure(model, 1, True, drafts) for drafts in (False, True))
+    assert plain.passes >= plain.tokens and not plain.drafted
+    assert found.texts == plain.texts and found.accepted >= 0.9 * found.drafted > 0
+    assert found.passes == plain.passes - found.accepted < 0.6 * plain.passes

@@ -148,6 +148,35 @@ def test_masks_are_rows_of_the_matrix_and_copies_are_independent() -> None:
     assert np.array_equal(other.mask(), mask)  # type: ignore[arg-type]
 
 
+def test_a_grammar_expects_what_must_follow_and_what_was_chosen_before() -> None:
+    """Each token that alone is allowed, and after two texts the blanks of both. What a copy tries is no choice."""
+    tokenizer, _ = grammars()
+    made = Grammars(tokenizer, tokenizer.n_rows)
+    names = {name: {"type": "integer"} for name in ("width", "height", "optional")}
+    schema = {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
+
+    def expected(text: str, way: str = "") -> list[bool]:
+        """Whether each token of the text was expected. way: `copy`: only a copy takes the text."""
+        constraint = made.constraint(answer_larks(schema, True), "x")
+        constraint = constraint.copy() if way else constraint
+        found = []
+        for token in tokenizer.encode(text, bos=False):
+            allowed, likely = ids_of(constraint.mask()), list(constraint.likely())
+            assert token in allowed and (len(allowed) > 1 or likely[0] == token)
+            found.append(likely[:1] == [token])
+            constraint.accept(token)
+        return found
+
+    close, wide = (json.dumps(dict.fromkeys(names, 123456789), indent=indent) for indent in (None, 1))
+    first = expected(close, "copy")
+    assert 0 < sum(first) < len(first) and all(expected(close, "copy") == first for _ in range(2))
+    once, twice = (sum(expected(close)) for _ in range(2))
+    assert sum(first) < once < twice and sum(expected(close, "copy")) >= twice
+    once, twice = (sum(expected(wide)) for _ in range(2))
+    assert sum(first) < once < twice
+    made.close()
+
+
 @pytest.mark.parametrize(
     "schema",
     [{"type": "nothing"}, {"$ref": "#/no/where"}, {"$ref": "http://x.example/s"}, {"type": "string", "pattern": "("}],

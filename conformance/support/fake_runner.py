@@ -8,7 +8,7 @@ sequences, what a sequence writes in the same pass: on a device that may or may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -189,6 +189,24 @@ def request(
     wanted = {name: options.pop(name) for name in ("speculate",) if name in options}
     given = Options(max_tokens=limit, priority=priority, constraint=None if ahead else Host(), **wanted)
     return Request(id, prompt, given, **options)
+
+
+class Guides:
+    """What a Speculator asks of a SamplingState. Constraints allow everything. expected: the tokens that a request's
+    constraint expects."""
+
+    def __init__(self, scheduler: Scheduler, expected: Callable[[Request], Sequence[int]]) -> None:
+        self.scheduler, self.expected = scheduler, expected
+
+    def constrained(self, slots: Iterable[int]) -> bool:
+        some = set(slots)
+        return any(r.slot in some for r in self.scheduler.running if r.options.constraint is not None)
+
+    def likely(self, slot: int) -> Sequence[int]:
+        return self.expected(next(r for r in self.scheduler.running if r.slot == slot))
+
+    def allowed(self, slot: int, drafts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(drafts)
 
 
 class Loop:

@@ -78,6 +78,9 @@ class Engine:
             self._ready,
         )
         self.speculator: Speculator | None = None
+        """Drafts of every request; None where the model was loaded without speculation."""
+        self.drafting = self._speculator(None, None) if self.sizes.wanted > 1 else None
+        """What drafts: `speculator`, else constraints alone; None where a pass has one row and cannot verify."""
         self.waited = 0.0
         """Total seconds of waiting for passes and reading their tokens."""
         # Guards the following; its holder takes no other lock. The engine's lock guards the rest.
@@ -110,10 +113,12 @@ class Engine:
 
     def speculate(self, drafter: Drafter, k: int | None) -> None:
         """Turn speculation on: k drafts per pass, or (None) as many as pay."""
-        most = self.sizes.wants[-1]
-        self.speculator = Speculator(
+        self.speculator = self.drafting = self._speculator(drafter, k)
+
+    def _speculator(self, drafter: Drafter | None, k: int | None) -> Speculator:
+        return Speculator(
             drafter,
-            most,
+            self.sizes.wants[-1],
             k,
             self.runner.sampling,
             self._refused,
@@ -272,7 +277,7 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """A snapshot; not atomic with respect to a pass that starts meanwhile."""
-        s, spec = self.scheduler, self.speculator
+        s, spec = self.scheduler, self.drafting
         blocks, counts = s.blocks, s.counts
         held = {g.name: (blocks.used[g.name], blocks.cached[g.name], blocks.free[g.name]) for g in blocks.groups}
         with self._changed:
@@ -314,8 +319,8 @@ class Engine:
         if thread is not None and thread is not threading.current_thread() and self._process == os.getpid():
             thread.join(JOIN)  # it waits for the device only, whose waits are bounded
         self._fail_all(error)
-        if self.speculator is not None:
-            self.speculator.close()
+        if self.drafting is not None:
+            self.drafting.close()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -417,7 +422,7 @@ class Engine:
         """Submit passes while the scheduler makes any."""
         self.runner.sampling.begin_pass()
         while True:
-            may = self.speculator is None or self.speculator.prepare(self.scheduler)
+            may = self.drafting is None or self.drafting.prepare(self.scheduler)
             made = self.scheduler.schedule() if may else None
             if made is None:
                 return
@@ -439,7 +444,7 @@ class Engine:
                     captured = self.runner.captured(flight)
                     tokens, counts = list[int](), None
                 else:
-                    drafted = 0.0 if self.speculator is None else self.speculator.drafted(done)
+                    drafted = 0.0 if self.drafting is None else self.drafting.drafted(done)
                     tokens, counts = self.runner.tokens(flight)
         except AbortedStep:  # all sequences restart from their known tokens
             self._flights.clear()
@@ -464,8 +469,8 @@ class Engine:
             return
         if self.scheduler.cap is not None and seconds and done.decodes:
             self.scheduler.cap.took(done.rows, seconds)
-        if self.speculator is not None:
-            self.speculator.committed(done, news, seconds)
+        if self.drafting is not None:
+            self.drafting.committed(done, news, seconds)
         for request, n in news:
             self._news.append(request)
             if request.finish is not None:
@@ -561,8 +566,8 @@ class Engine:
             reason = str(request.finish)
             self._finished[reason] = self._finished.get(reason, 0) + 1
             self._ends.append(time.perf_counter())
-        if self.speculator is not None:
-            self.speculator.end(request)
+        if self.drafting is not None:
+            self.drafting.end(request)
         if request.options.constraint is not None:  # masks may be large, and handles live on
             self.runner.sampling.forget(request.options.constraint)
             request.options = replace(request.options, constraint=None)

@@ -45,7 +45,8 @@ class Options(Sampling):
 
     max_tokens: most tokens to generate. stop: strings before which the text ends. ignore_eos: continue after an
     end-of-text token. priority: greater first. deadline: seconds from submission. constraint: masks the next token
-    (hybrid.engine.sampling.Constraint). speculate: drafts per pass; None: as the model was loaded.
+    (hybrid.engine.sampling.Constraint). speculate: drafts per pass (0: none, not of the constraint either); None: as the
+    model was loaded.
     """
 
     max_tokens: int = 64

@@ -2,7 +2,7 @@
 
 A constraint masks the next token: bit id % 32 of word id // 32 allows an id. The engine asks for a mask before each token
 and reports the sampled one, so a constrained sequence does not run ahead of the host. A slow constraint has `ready`; only
-its own sequence waits.
+its own sequence waits. A constraint that knows which tokens will follow has `likely`; they become drafts (speculation.py).
 """
 
 from __future__ import annotations
@@ -180,6 +180,13 @@ def is_ready(constraint: Constraint, wait: float) -> bool:
     return True if ready is None else bool(ready(wait))
 
 
+def likely_by(constraint: Constraint) -> Sequence[int]:
+    """The constraint's `likely()`: the next tokens, those that must follow and others that it expects; none without such a
+    method. Asked once the mask is there."""
+    likely = getattr(constraint, "likely", None)
+    return () if likely is None else likely()
+
+
 def mask_words(vocab: int) -> int:
     """Words of a mask over `vocab` ids."""
     return -(-vocab // 32)
@@ -314,6 +321,12 @@ class SamplingState:
     def ready(self, constraint: Constraint | None) -> bool:
         """Whether a constraint's next mask is there, within the pass's wait."""
         return constraint is None or is_ready(constraint, max(0.0, self._patience - time.monotonic()))
+
+    def likely(self, slot: int) -> Sequence[int]:
+        """The next tokens that a slot's constraint expects; none where its mask is not there. Raises the constraint's
+        errors."""
+        constraint = self._constraints.get(slot)
+        return likely_by(constraint) if constraint is not None and self.ready(constraint) else ()
 
     def prepare(self, slot: int) -> None:
         """Ask a slot's constraint for its next mask. Raises the constraint's errors, and ValueError for an invalid mask."""

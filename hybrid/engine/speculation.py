@@ -6,6 +6,8 @@ the model samples, so the text is the same with and without drafts.
     Replay       known texts with a set acceptance rate, for benchmarks
     Speculator   chooses the number of drafts per sequence from measured acceptance and measured cost
 
+Tokens that a request's constraint expects (sampling.likely_by) come before a drafter's, and are verified like them.
+
 The host never reads a draft model's tokens. Its passes leave them in device memory for the verifying pass (DRAFTED). The
 passes of its next drafts are queued after that verification; the device tells them where the sequence continues (FOLLOWS).
 """
@@ -321,11 +323,13 @@ class Acceptance:
 
 
 class SpecState:
-    """Speculation state of a request. most: limit of drafts per pass; fixed: always that many. among: acceptance of all
-    requests, the prior of its own."""
+    """Speculation state of a request, with a drafter or with its constraint. limit: most drafts per pass; fixed: always
+    that many. among: acceptance of all requests, the prior of its own."""
 
-    def __init__(self, request: Request, most: int, fixed: bool, among: Acceptance) -> None:
-        self.request, self.most, self.fixed, self._among = request, most, fixed, among
+    def __init__(self, request: Request, limit: int, fixed: bool, among: Acceptance) -> None:
+        self.request, self.limit, self.fixed, self.among = request, limit, fixed, among
+        self.likely: Sequence[int] | None = None
+        """The tokens that its constraint expects now; None: with a drafter."""
         self._own = Acceptance(among.rate, _DECAY)
         self.rest = 0
         """Tokens until the next attempt."""
@@ -336,8 +340,13 @@ class SpecState:
         self._wait, self._probed = PROBES[0], False
 
     @property
+    def most(self) -> int:
+        """Most drafts of the next pass."""
+        return self.limit if self.likely is None else min(self.limit, len(self.likely))
+
+    @property
     def rate(self) -> float:
-        return (self._own.right + _PRIOR * self._among.rate) / (self._own.tried + _PRIOR)
+        return (self._own.right + _PRIOR * self.among.rate) / (self._own.tried + _PRIOR)
 
     def verified(self, drafted: int, accepted: int) -> None:
         self._own.verified(drafted, accepted)
@@ -461,14 +470,14 @@ class Speculator:
     """Chooses drafts before each pass of a scheduler. A sequence with drafts does not run ahead of the host, because its
     last token must be known first. So all such sequences share one pass, made after the passes in flight were read.
 
-    max_rows: most rows of a pass whose tokens are sampled. k: drafts per pass (None: from their worth). refused: called
+    drafter: None: only constraints give drafts. max_rows: most rows of a pass whose tokens are sampled. k: drafts per pass (None: from their worth). refused: called
     for a request whose constraint fails. failed: called once where a drafter fails. clock: seconds. recordings: number of
     programs recorded so far for verifying passes.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         max_rows: int,
         k: int | None,
         sampling: SamplingState | None,
@@ -477,16 +486,19 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
         recordings: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.drafter: Drafter | None = drafter
-        self.name, self.max_rows, self.k, self.verified = drafter.name, max_rows, k, 0
+        self.drafter = drafter
+        self.name = "grammar" if drafter is None else drafter.name
+        self.max_rows, self.k, self.verified = max_rows, k, 0
         self._sampling, self._refused, self._failed, self._clock = sampling, refused, failed, clock
         self._recordings = recordings
         self._of: dict[Request, SpecState] = {}
+        self._guided: dict[Request, SpecState] = {}  # with constraints; `_of`: with the drafter
+        self._gave: dict[Request, SpecState] = {}  # of the drafts that the next pass verifies
         self.forget()
 
     def forget(self) -> None:
         """Forget measured costs and acceptance."""
-        self.costs, self.acceptance = Costs(), Acceptance()
+        self.costs, self.acceptance, self.guidance = Costs(), Acceptance(), Acceptance(0.98)
         # Drafting in flight: begin, most drafts of a sequence, programs recorded until then (-1: not timed).
         self._drafting: tuple[float, int, int] | None = None
         self._verifying: tuple[int, dict[Request, int]] = 0, {}  # the last verifying pass, and its drafts
@@ -502,13 +514,17 @@ class Speculator:
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: passes in flight must be read first."""
-        if self.drafter is None:
+        running, sampling = scheduler.running, self._sampling
+        if self.drafter is None and not (
+            sampling and sampling.constrained(r.slot for r in running if r.slot is not None)
+        ):
             return True
         if scheduler.in_flight == 1 and self._verifying[0] == scheduler.number:
             self._queue_next_drafts()
-        states = [self._state(r) for r in scheduler.running if r.decodes]
+        decoding = [r for r in running if r.decodes]
+        states = [f for r in decoding if (f := self._state(r)) is not None]
         due = [f for f in states if f.most > 0 and f.rest <= 0]
-        asked = self._ask(scheduler, due, len(states)) if due and self.drafter is not None else []
+        asked = self._ask(scheduler, due, len(decoding)) if due else []
         if asked and scheduler.in_flight:
             for f in asked:
                 _run_ahead(f.request, False)
@@ -542,20 +558,23 @@ class Speculator:
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
             self.costs.took(done.rows, seconds)
         for request, n in news:
-            drafts, found = wants[request] - 1, self._of.get(request)
+            drafts, gave = wants[request] - 1, self._gave.pop(request, None)
             if drafts:
                 self.verified += 1
-                self.acceptance.verified(drafts, n - 1)
-                if found is not None:
-                    found.verified(drafts, n - 1)
-                if self.drafter is not None:
+                (self.acceptance if gave is None else gave.among).verified(drafts, n - 1)
+                if gave is not None:
+                    gave.verified(drafts, n - 1)
+                if self.drafter is not None and (gave is None or gave.likely is None):
                     self.drafter.verified(request, n - 1)
-            elif found is not None:
-                found.rest = max(0, found.rest - n)
+                continue
+            for found in (self._of.get(request), self._guided.get(request)):
+                if found is not None:
+                    found.rest = max(0, found.rest - n)
 
     def end(self, request: Request) -> None:
         """Forget a request that has ended."""
-        self._of.pop(request, None)
+        for of in (self._of, self._guided, self._gave):
+            of.pop(request, None)
         if self.drafter is not None:
             try:
                 self.drafter.end(request)
@@ -564,7 +583,8 @@ class Speculator:
 
     def close(self) -> None:
         drafter, self.drafter = self.drafter, None
-        self._of.clear()
+        for of in (self._of, self._guided, self._gave):
+            of.clear()
         if drafter is not None:
             drafter.close()
 
@@ -574,14 +594,30 @@ class Speculator:
         """Programs recorded so far for either model."""
         return self._recordings() + (0 if self.draft is None else self.draft.recordings)
 
-    def _state(self, request: Request) -> SpecState:
-        found = self._of.get(request)
+    def _state(self, request: Request) -> SpecState | None:
+        """With the request's constraint where that expects tokens, else with the drafter; None without one."""
+        likely = self._likely(request)
+        if request.finish is not None or (not likely and self.drafter is None):
+            return None
+        of, among = (self._guided, self.guidance) if likely else (self._of, self.acceptance)
+        found = of.get(request)
         if found is None:
             k = self.k if request.options.speculate is None else request.options.speculate
-            if request.options.constraint is not None and self.draft is not None:
+            if request.options.constraint is not None and self.draft is not None and not likely:
                 k = 0  # a constraint must check drafts, and the host does not read them
-            found = self._of[request] = SpecState(request, MOST if k is None else k, k is not None, self.acceptance)
+            found = of[request] = SpecState(request, MOST if k is None else k, k is not None, among)
+        found.likely = likely or None
         return found
+
+    def _likely(self, request: Request) -> Sequence[int]:
+        """Tokens that the request's constraint expects; none before its last token is known."""
+        if request.options.constraint is None or self._sampling is None or request.pending or request.slot is None:
+            return ()
+        try:
+            return self._sampling.likely(request.slot)
+        except Exception as error:  # any error of a user's constraint
+            self._refused(request, error)
+            return ()
 
     def _ask(self, scheduler: Scheduler, due: list[SpecState], rows: int) -> list[SpecState]:
         """Requests that get drafts in a pass that has so many rows without drafts."""
@@ -607,31 +643,32 @@ class Speculator:
         return asked
 
     def _propose(self, scheduler: Scheduler, asked: list[SpecState]) -> bool:
-        """Ask the drafter; whether there are any drafts."""
-        assert self.drafter is not None
+        """Take the tokens that constraints expect, ask the drafter for the others'; whether there are any drafts."""
         began = self._seen if self._queued_after == scheduler.number else self._clock()
-        made = self._programs()
-        try:
-            found = self.drafter.propose({f.request: f.asked for f in asked})
-        except Exception as error:  # any failure of the drafter: the text does not depend on drafts
-            self._fail(error)
-            return False
+        made, found = self._programs(), dict[Request, Sequence[int]]()
+        own = [f for f in asked if f.likely is None]
+        if own and self.drafter is not None:
+            try:
+                found.update(self.drafter.propose({f.request: f.asked for f in own}))
+            except Exception as error:  # any failure of the drafter: the text does not depend on drafts
+                self._fail(error)
+                asked = [f for f in asked if f.likely is not None]
         most = max(map(len, found.values()), default=0)
-        timed = most and self._programs() == made and all(f.known for f in asked)  # else it ran prompts too
+        timed = self._programs() == made and all(f.known for f in own)  # else it ran prompts too
         if self.draft is not None and self.draft.queues:
-            self._drafting = (began, most, made if timed else -1) if most else None
-        elif timed:
-            self.costs.drafted(most, self._clock() - began)
-        for f in asked:
-            f.known = True
+            self._drafting, timed = (began, most, made if timed else -1) if most else None, False
         given: dict[Request, int] = {}
         for f in asked:
-            if drafts := self._allowed(f.request, list(found.get(f.request, ()))[: f.asked]):
+            f.known = True
+            drafts = found.get(f.request, ()) if f.likely is None else f.likely
+            if allowed := self._allowed(f.request, list(drafts)[: f.asked]):
                 _run_ahead(f.request, False)
-                scheduler.draft(f.request, drafts)
-                given[f.request] = len(drafts)
+                scheduler.draft(f.request, allowed)
+                given[f.request], self._gave[f.request] = len(allowed), f
             else:
-                f.rest = max(f.rest, PROBE)
+                f.rest, f.request.drafts = max(f.rest, PROBE), ()
+        if given and timed:  # with the time of constraints' masks
+            self.costs.drafted(max(given.values()), self._clock() - began)
         self._verifying = scheduler.number + 1, given
         return bool(given)
 

@@ -346,6 +346,7 @@ class GrammarConstraint(Constraint):
         self._grammar, self._number = grammar, number
         self._question = 0
         self._mask: np.ndarray | None = None
+        self._likely: Sequence[int] = ()
         self._error: str | None = None
         self._ask(worker.MASK)
 
@@ -375,7 +376,8 @@ class GrammarConstraint(Constraint):
         elif kind == worker.ENDED:
             self._mask = mask_of(self._grammar.ends, self._grammar.vocab)
         else:
-            bits, words = np.frombuffer(body, np.uint32), mask_words(self._grammar.vocab)
+            said, words = np.frombuffer(body, np.uint32), mask_words(self._grammar.vocab)
+            self._likely, bits = said[1 : 1 + said[0]].tolist(), said[1 + said[0] :]
             self._mask = bits[:words].copy() if len(bits) >= words else np.pad(bits, (0, words - len(bits)))
         return True
 
@@ -389,6 +391,11 @@ class GrammarConstraint(Constraint):
         assert self._mask is not None
         return self._mask
 
+    def likely(self) -> Sequence[int]:
+        """The next tokens where the grammar forces a text, as the tokenizer writes it, and where it allows few and one was
+        chosen before."""
+        return self._likely
+
     def accept(self, token: int) -> None:
         if token in self._grammar.ends:
             return  # the text has ended: drop the token of a pass submitted early
@@ -399,7 +406,7 @@ class GrammarConstraint(Constraint):
 
     def _ask(self, op: bytes, body: bytes = b"") -> None:
         self._question += 1
-        self._mask, self._asked = None, time.monotonic()
+        self._mask, self._likely, self._asked = None, (), time.monotonic()
         self._grammar.ask(op, self._number, self._question, body)
 
     def __del__(self) -> None:

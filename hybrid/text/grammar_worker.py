@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid.text.tokenizer import CONTROL, UNKNOWN, Tokenizer
@@ -28,12 +29,18 @@ COMPILE, COPY, ACCEPT, MASK, FREE = b"C", b"N", b"A", b"M", b"X"
 """Requests: compile the first valid grammar; copy a sequence to `argument`; accept a token and compute the mask;
 compute the mask; free a sequence. Sequence 0 is the initial state."""
 COMPILED, ALLOWED, ENDED, FAILED = b"c", b"m", b"e", b"f"
-"""Answers: compiled (JSON); a mask; only end-of-text is allowed; an error. `argument` is the request's."""
+"""Answers: compiled (JSON); a mask, after the number of likely tokens and these; only end-of-text is allowed; an error.
+`argument` is the request's."""
 SECONDS = 10.0
 """CPU time limit of a request."""
 MEMORY = 512 << 20
 """Most bytes that a grammar adds to its process."""
 FORK, KILL = b"F", b"K"
+AHEAD = 16
+"""Most likely tokens of an answer."""
+FEW, OFTEN, PLACES = 64, 2, 4096
+"""Masks of at most FEW tokens are places of a grammar: a token that was chosen OFTEN times in turn is likely there. Most
+places that are kept."""
 
 
 def receive(connection: socket.socket, n: int) -> bytes:
@@ -79,6 +86,17 @@ def _virtual_and_resident() -> tuple[int, int]:
     return int(pages[0]) * os.sysconf("SC_PAGE_SIZE"), int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(slots=True)
+class State:
+    """A sequence. real: not a copy of another one. likely: tokens that must follow, or that follow where few may. place:
+    of the next token, a hash of its mask; None where many are allowed."""
+
+    matcher: Any
+    real: bool = False
+    likely: list[int] = field(default_factory=list)
+    place: int | None = None
+
+
 class Child:
     """A grammar process. tokenizer: llguidance's."""
 
@@ -88,7 +106,8 @@ class Child:
         from llguidance import LLMatcher
 
         self._connection, self._tokenizer, self._matcher, self._resource = connection, tokenizer, LLMatcher, resource
-        self._sequences: dict[int, Any] = {}
+        self._sequences: dict[int, State] = {}
+        self._chosen: dict[int, tuple[int, int]] = {}  # place -> its last token, and how often in turn
         virtual, self._before = _virtual_and_resident()
         if virtual:
             self._limit(resource.RLIMIT_AS, virtual + MEMORY)
@@ -102,12 +121,13 @@ class Child:
             if op == COMPILE:
                 self._compile(json.loads(body))
             elif op == COPY:
-                self._sequences[argument] = self._sequences[number].deep_copy()
+                s = self._sequences[number]
+                self._sequences[argument] = State(s.matcher.deep_copy(), not number, s.likely, s.place)
             elif op == FREE:
                 self._sequences.pop(number, None)
             elif op in (ACCEPT, MASK):
-                if op == ACCEPT and not (m := self._sequences[number]).is_stopped():
-                    m.consume_token(int.from_bytes(body, "little"))
+                if op == ACCEPT:
+                    self._accept(number, int.from_bytes(body, "little"))
                 self._mask(number, argument)
 
     def _limit(self, kind: int, value: int) -> None:
@@ -123,23 +143,59 @@ class Child:
             if not made.is_error():
                 trial.compute_bitmask()  # some grammars exceed limits only when a mask is computed
             if not (made.is_error() or trial.is_error()):
-                self._sequences[0] = made
+                self._sequences[0] = State(made)
                 memory = max(0, _virtual_and_resident()[1] - self._before)
                 self._answer(COMPILED, 0, 0, json.dumps({"which": n, "memory": memory}).encode())
                 return
             errors.append(made.get_error() or trial.get_error())
         self._answer(FAILED, 0, 0, errors[0].encode())
 
+    def _accept(self, number: int, token: int) -> None:
+        s = self._sequences[number]
+        if s.matcher.is_stopped():
+            return
+        if s.real and s.place is not None:  # copies only try likely tokens
+            before, times = self._chosen.get(s.place, (token, 0))
+            if len(self._chosen) >= PLACES:
+                self._chosen.clear()
+            self._chosen[s.place] = token, times + 1 if token == before else 1
+        s.matcher.consume_token(token)
+        s.likely = s.likely[1:] if s.likely[:1] == [token] else []
+
+    def _follow(self, s: State, bits: bytes) -> list[int]:
+        """The tokens that likely follow, where this mask is the next."""
+        found, m = list[int](), s.matcher
+        while len(found) < AHEAD and not m.is_stopped():
+            step = m.compute_ff_tokens() or self._usual(bits or m.compute_bitmask())
+            if not step:
+                break
+            if not found:
+                m = m.deep_copy()
+            if not m.consume_tokens(step):
+                break
+            found, bits = [*found, *step], b""
+        return found[:AHEAD]
+
+    def _usual(self, bits: bytes) -> list[int]:
+        """The token that is usually chosen under a mask, or none."""
+        token, times = self._chosen.get(hash(bits), (0, 0))
+        return [token] if times >= OFTEN else []
+
     def _mask(self, number: int, argument: int) -> None:
-        m = self._sequences[number]
+        s = self._sequences[number]
+        m = s.matcher
         if m.is_stopped() and not m.is_error():
             self._answer(ENDED, number, argument)
             return
         bits = b"" if m.is_error() else m.compute_bitmask()
+        if not m.is_error():
+            s.place = hash(bits) if int.from_bytes(bits, "little").bit_count() <= FEW else None
+            s.likely = s.likely or self._follow(s, bits)
         if m.is_error():
             self._answer(FAILED, number, argument, m.get_error().encode())
         else:
-            self._answer(ALLOWED, number, argument, bits)
+            n = len(s.likely)
+            self._answer(ALLOWED, number, argument, struct.pack(f"<{1 + n}I", n, *s.likely) + bits)
 
     def _answer(self, kind: bytes, number: int, argument: int, body: bytes = b"") -> None:
         self._connection.sendall(HEAD.pack(kind, number, argument, len(body)) + body)
