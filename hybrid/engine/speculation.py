@@ -470,9 +470,9 @@ class Speculator:
     """Chooses drafts before each pass of a scheduler. A sequence with drafts does not run ahead of the host, because its
     last token must be known first. So all such sequences share one pass, made after the passes in flight were read.
 
-    drafter: None: only constraints give drafts. max_rows: most rows of a pass whose tokens are sampled. k: drafts per pass (None: from their worth). refused: called
-    for a request whose constraint fails. failed: called once where a drafter fails. clock: seconds. recordings: number of
-    programs recorded so far for verifying passes.
+    drafter: None: only constraints give drafts. max_rows: most rows of a pass whose tokens are sampled. k: drafts per
+    pass (None: from their worth). refused: called for a request whose constraint fails. failed: called once where a
+    drafter fails. clock: seconds. recordings: number of programs recorded so far for verifying passes.
     """
 
     def __init__(
