@@ -30,7 +30,7 @@ _NEEDS = {
     "total": ("total",),
 }
 _FORMS = {"own": "are dequantised at every use", "file": "are read from the file at every use"}
-"""What a cpu device does with matrices that it holds neither as codes nor in float32."""
+"""Descriptions of a cpu device's slow forms of a matrix (kernels/host/device.py:held_as)."""
 
 
 def parser() -> argparse.ArgumentParser:

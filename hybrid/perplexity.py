@@ -71,7 +71,7 @@ class Measured:
     same: int = 0
     """Predictions with the reference's most likely token."""
     other_experts: Running = field(default_factory=Running)
-    """Of each prediction, the share of a mixture's layers whose experts are not the reference's."""
+    """Share of a mixture's layers with other experts than the reference's, for each prediction."""
     rerouted: Running = field(default_factory=Running)
     """Divergence of predictions with such a layer; `routed_alike`: of the others."""
     routed_alike: Running = field(default_factory=Running)
@@ -181,8 +181,8 @@ def _add(into: Measured, ours: Captured, used: np.ndarray, targets: np.ndarray, 
 
 
 def _other_experts(ours: Captured, theirs: Captured, used: np.ndarray) -> np.ndarray | None:
-    """Of each row used, the share of layers in which the two chose other experts, in whatever order; None where they are
-    not mixtures of the same layers."""
+    """Share of layers with different sets of experts, for each row used; None unless both are mixtures of the same
+    layers."""
     if not ours.experts or [e.shape for e in ours.experts] != [e.shape for e in theirs.experts]:
         return None
     pairs = zip(ours.experts, theirs.experts, strict=True)

@@ -206,7 +206,7 @@ class Wanted:
         self._select(plan, dry)
 
     def add_caches(self, plan: Plan, dry: DryDevice) -> None:
-        """What the plan's steps that use a cache would select with each type of cache that --kv offers."""
+        """Add types and kernels of the plan's cache steps for every cache type of --kv."""
         from hybrid.core.dtypes import CACHE_CHOICES, DTYPES
         from hybrid.spec import load_ops
 

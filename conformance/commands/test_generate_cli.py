@@ -153,7 +153,7 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="Windows cannot send SIGINT to one process")
+@pytest.mark.skipif(os.name != "posix", reason="Windows starts no process without a standard stream")
 @pytest.mark.parametrize("closed", [0, 1, 2] if LONG else [int(kernels_digest(), 16) % 3])  # alternating
 def test_a_closed_standard_stream_is_no_error(folder, closed):
     args = [sys.executable, "-m", "hybrid.generate", str(folder), "--device", "cpu", "-p", "-", "-n", "2"]

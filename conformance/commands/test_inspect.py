@@ -78,6 +78,7 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(
 def test_kernel_scratch_is_counted_and_allocated_once(devices: Devices) -> None:
     """Programs of every bucket, the smallest first: 32 rows are split and take more than 128."""
     device = devices.get("vulkan")
+    device.reset()  # another test's last case
     checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
     engine = Engine(checkpoint, device, EngineConfig(ctx=256, n_tokens=2048))
     try:

@@ -29,7 +29,7 @@ def load(**options: Any) -> hybrid.Model:
 
 
 def texts(model: hybrid.Model) -> list[str]:
-    """Of all prompts together, and of one."""
+    """The texts of the prompts in one batch, then that of the first prompt alone."""
     return [*model.generate_batch(PROMPTS, max_tokens=8), "".join(model.generate(PROMPTS[0], 8))]
 
 

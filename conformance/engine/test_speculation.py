@@ -386,7 +386,7 @@ def test_drafts_obey_constraints_and_report_every_token(model: hybrid.Model, pla
 
 @pytest.mark.slow
 def test_tokens_that_a_constraint_expects_are_verified(model: hybrid.Model) -> None:
-    """Whether right, allowed and wrong, or forbidden; no drafter is asked in their place."""
+    """Right guesses, wrong ones and forbidden ones leave the text as it is. The drafter is not asked meanwhile."""
     set_drafter(model, Replay({}, 1.0))
     asked = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 1, **WAYS["sampled"]}
     wanted = model.submit(PROMPT, **asked, constraint=Alternating(model), speculate=0).result(timeout=300)

@@ -195,8 +195,8 @@ def test_every_candidate_computes_what_the_oracle_does(devices, matrices, family
 )
 def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types, tiles):
     """Passes of large models take f16 from three rows on there, and these products use matrix units."""
-    assert [Tuning("nvidia").few_rows(hidden) for hidden in (2560, 5376)] == [FEW_ROWS, 2]
-    assert Tuning(tuning.DEFAULT).few_rows(5376) == FEW_ROWS
+    assert [Tuning("nvidia").few_rows(hidden, 0) for hidden in (2560, 5376)] == [FEW_ROWS, 2]
+    assert Tuning(tuning.DEFAULT).few_rows(5376, 0) == FEW_ROWS
     spec = load_op(op)
     for rows in (2, 3, 4):
         case = replace(next(iter(dtype_cases(spec, types))), bind={"T": rows, **axes}, rows=rows)
@@ -216,7 +216,7 @@ def products(case, device):
 
 def test_few_rows_of_a_mixture_stay_in_int8_on_nvidia():
     """Up to eight rows go through gemv's kernels by fours; more take f16."""
-    assert Tuning("nvidia").few_rows(2816) == 8
+    assert [Tuning("nvidia").few_rows(2816, experts) for experts in (0, 128)] == [FEW_ROWS, 8]
     spec = load_op("fused_ffn")
     types = {"x": "q8_act", "h": "q8_act", "w_gate_up": "q4_0", "w_down": "q4_0", "y": "f32"}
     for rows, kind in ((8, ".gemv."), (9, ".tile.")):

@@ -156,7 +156,7 @@ def test_a_grammar_expects_what_must_follow_and_what_was_chosen_before() -> None
     schema = {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
 
     def expected(text: str, way: str = "") -> list[bool]:
-        """Whether each token of the text was expected. way: `copy`: only a copy takes the text."""
+        """For each token of the text: the constraint expected it. way `copy`: a copy of the constraint takes the text."""
         constraint = made.constraint(answer_larks(schema, True), "x")
         constraint = constraint.copy() if way else constraint
         found = []

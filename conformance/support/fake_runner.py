@@ -192,7 +192,7 @@ def request(
 
 
 class Guides:
-    """What a Speculator asks of a SamplingState. Constraints allow everything. expected: the tokens that a request's
+    """A SamplingState for a Speculator, whose constraints allow everything. expected: tokens that a request's
     constraint expects."""
 
     def __init__(self, scheduler: Scheduler, expected: Callable[[Request], Sequence[int]]) -> None:

@@ -101,9 +101,9 @@ class Device(Protocol):
         """Whether consecutive passes may run at the same time."""
         ...
 
-    def few_rows(self, hidden: int) -> int:
-        """Most rows of a pass for which int8 activations are faster with quantised weights, for this hidden size.
-        Larger passes use the batch profile (Profile.batch)."""
+    def few_rows(self, hidden: int, experts: int) -> int:
+        """Most rows of a pass for which int8 activations are faster with quantised weights, for this hidden size and
+        number of experts of a layer. Larger passes use the batch profile (Profile.batch)."""
         ...
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
@@ -140,7 +140,7 @@ class Device(Protocol):
 
     @property
     def unified(self) -> bool:
-        """Whether its memory is the host's, not behind a bus."""
+        """Device memory is host memory: CPUs, integrated GPUs."""
         ...
 
     def host_room(self, memory: int) -> int:
@@ -237,7 +237,7 @@ class SingleDevice:
     def host_room(self, memory: int) -> int:
         return 0
 
-    def few_rows(self, hidden: int) -> int:
+    def few_rows(self, hidden: int, experts: int) -> int:
         return FEW_ROWS
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:

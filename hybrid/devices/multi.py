@@ -74,8 +74,8 @@ class MultiDevice:
     def host_room(self, memory: int) -> int:
         return self.main.host_room(memory)
 
-    def few_rows(self, hidden: int) -> int:
-        return self.main.few_rows(hidden)
+    def few_rows(self, hidden: int, experts: int) -> int:
+        return self.main.few_rows(hidden, experts)
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
         return self.main.second_layout(dtype, shape)

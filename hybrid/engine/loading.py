@@ -143,7 +143,7 @@ def target_for(
         config.kv,
         device.backend,
         capabilities_of(device.has),
-        device.few_rows(hp.hidden),
+        device.few_rows(hp.hidden, max(layer.n_experts for layer in hp.layers)),
     )
 
 

@@ -80,7 +80,8 @@ class Engine:
         self.speculator: Speculator | None = None
         """Drafts of every request; None where the model was loaded without speculation."""
         self.drafting = self._speculator(None, None) if self.sizes.wanted > 1 else None
-        """What drafts: `speculator`, else constraints alone; None where a pass has one row and cannot verify."""
+        """The speculator in use: `speculator`, else one with drafts of constraints alone; None where a pass has one row and
+        cannot verify."""
         self.waited = 0.0
         """Total seconds of waiting for passes and reading their tokens."""
         # Guards the following; its holder takes no other lock. The engine's lock guards the rest.

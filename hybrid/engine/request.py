@@ -31,7 +31,7 @@ each layer."""
 
 
 class Captured(NamedTuple):
-    """What a pass reads back."""
+    """Result rows of a capturing pass."""
 
     rows: np.ndarray
     """Logits float32 [rows, vocab], or hidden states float32 [layers + 1, rows, width]."""

@@ -82,7 +82,7 @@ class Stats:
     """Submits, dispatches, allocations, ... per decode pass."""
     ids: tuple[int, ...] = ()
     bytes_elsewhere: Mapping[str, int] = field(default_factory=dict)
-    """Of these bytes, those outside the device's memory: of host memory (`cpu`), or of a second device."""
+    """The part of `bytes_per_token` outside device memory, by place: host memory (`cpu`) or a second device."""
     carried: str = ""
     """Copies between devices since they were opened."""
     notes: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class Footprint:
     """Kernels' scratch memory: split-K partials, weights dequantised to f16. The maximum over all passes; a pass of few
     rows may need more than a larger one, with more splits."""
     spill: int = 0
-    """Of the weights, those that may be in host memory instead."""
+    """Bytes of `weights` that may be in host memory."""
 
     @property
     def total(self) -> int:

@@ -36,7 +36,7 @@ def name_in_slot(name: str, pipeline_slot: int) -> str:
 
 
 def is_result(name: str) -> bool:
-    """Whether a tensor holds logits, chosen experts or hidden states for the host; these are stored on first use."""
+    """True for results that the host reads on request, stored on first use: logits, chosen experts, hidden states."""
     return name.partition("@")[0] == "logits" or name.startswith(("chosen.", "hidden."))
 
 

@@ -194,8 +194,8 @@ class VulkanDevice(Storage, SingleDevice):
         """Whether `cooperative_matrix`, or any feature or extension of the report, is present and enabled."""
         return self.report.has(feature)
 
-    def few_rows(self, hidden: int) -> int:
-        return self.tuning.few_rows(hidden)
+    def few_rows(self, hidden: int, experts: int) -> int:
+        return self.tuning.few_rows(hidden, experts)
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
         return columns.second_layout(self.tuning, dtype, shape)

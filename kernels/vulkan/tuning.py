@@ -157,7 +157,7 @@ class Entry(Model):
 class Passes(Model):
     """Plan settings of this device class where `when` holds for the model."""
 
-    when: dict[Literal["hidden"], Condition] = Field(default_factory=dict)
+    when: dict[Literal["hidden", "experts"], Condition] = Field(default_factory=dict)
     few_rows: int = Field(ge=0, le=512)
     """See Device.few_rows (hybrid/core/device.py)."""
 
@@ -276,9 +276,10 @@ class Tuning:
         found = _CORES.fullmatch(value) if isinstance(value, str) else None
         return int(found[1]) * self._cores if found else value
 
-    def few_rows(self, hidden: int) -> int:
+    def few_rows(self, hidden: int, experts: int) -> int:
         """See Device.few_rows (hybrid/core/device.py)."""
-        fits = (p.few_rows for p in self.table.passes if all(holds(c, hidden) for c in p.when.values()))
+        facts = {"hidden": hidden, "experts": experts}
+        fits = (p.few_rows for p in self.table.passes if all(holds(c, facts[key]) for key, c in p.when.items()))
         return next(fits, FEW_ROWS)
 
     def _found(self, family: str, facts: Mapping[str, Value]) -> Mapping[str, Value]:

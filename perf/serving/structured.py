@@ -43,7 +43,7 @@ NAMES = ("area", "open", "close", "read", "write", "parse", "encode", "decode", 
 
 
 class Answers(NamedTuple):
-    """Of one run. texts: the ids of each answer."""
+    """Counts of one run. texts: the ids of each answer."""
 
     texts: list[list[int]]
     passes: int
@@ -57,7 +57,7 @@ class Answers(NamedTuple):
 
 
 def measure(model: Model, count: int, fixed: bool, drafts: bool) -> Answers:
-    """So many answers of a model to different prompts. fixed: the blanks."""
+    """Run `count` requests with different prompts. fixed: fixed blanks. drafts: with the grammar's drafts."""
     lark = f"start: {json_rule(SCHEMA, exact=fixed, strict=True)}"
     grammars = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
     try:
