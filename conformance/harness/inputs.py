@@ -58,6 +58,12 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
     if t.domain is not None and t.domain.dist == "order":
         parts = _spans(case, "spans", spec.shape("spans", case.bind)[0]).astype(np.int64)
         return Tensor.of(_padded(np.repeat(np.arange(len(parts), dtype=np.int32), parts[:, 1] - parts[:, 0]), shape[0]))
+    if t.domain is not None and t.domain.dist == "after_rows":
+        assert rows is not None
+        found = values.integers(case.seed, name, shape, 0, 64)
+        picked = values.permutation(case.seed, name, len(rows.slots))
+        found[rows.slots[picked]] = rows.positions[picked] + 1
+        return Tensor.of(found.astype(np.int32))
     if name == "block_table":
         return Tensor.of(
             block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring")
@@ -96,6 +102,9 @@ def draw(case: Case, name: str, domain: Domain, shape: tuple[int, ...], dtype: s
     low, high = int(low), int(high)
     if domain.dist == "integers":
         return values.rounded(values.integers(seed, name, shape, low, high - 1), dtype)
+    if domain.dist == "subset":
+        each = [values.permutation(seed, f"{name}.{i}", high - low)[: shape[1]] for i in range(shape[0])]
+        return values.rounded(low + np.stack(each), dtype)
     count = int(np.prod(shape))
     return values.rounded(low + values.permutation(seed, name, high - low)[:count].reshape(shape), dtype)
 

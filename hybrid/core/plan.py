@@ -35,6 +35,8 @@ FEW_ROWS = 4
 """Default of Device.few_rows: up to this many rows a pass is bound by reading the weights."""
 
 INBOX_TENSOR = "inbox"
+TARGET_EMBEDDING = "target.token_embd.weight"
+"""In the plans of a drafter that reads its target's cache: the target's embedding."""
 DRAFTS_TENSOR = "drafts"
 """Draft tokens: the `history` of the draft engine on the same queue."""
 UNTIL_TENSOR = "known_until"
@@ -44,7 +46,7 @@ ROWS_TENSOR = "rows"
 them."""
 SPANS_TENSOR = "span_last"
 """By slot and position: last position of the bidirectional span there (specs/ops/row_views.toml)."""
-INBOX_SETS = 4
+INBOX_SETS = 16
 """Messages in the inbox's ring: the host writes one while earlier passes run."""
 MESSAGE_HEADER, ROW_WORDS, OUT_WORDS, ENTRY_WORDS = 8, 3, 2, 4
 """i32 words of a message's header, and of each row, output row and block-table entry (specs/ops/begin_pass.toml)."""

@@ -137,7 +137,7 @@ class HostDevice(SingleDevice):
         """Weights of the plans that are being loaded: whether they multiply int8 activations; None: not a product's."""
         self._slabs = Slabs()
         self._arena = aligned(0)
-        self._lent: dict[str, Tensor] = {}  # tensors of the sibling device
+        self._lent: dict[str, Tensor | Rows | Packed] = {}  # tensors of the sibling device
         self._programs: weakref.WeakSet[HostProgram] = weakref.WeakSet()
         self._open = True
 
@@ -148,8 +148,7 @@ class HostDevice(SingleDevice):
     def sibling(self, lent: Mapping[str, str] | None = None) -> HostDevice:
         """See Device."""
         made: HostDevice = type(self)()  # type: ignore[call-arg]  # a backend's device needs no argument
-        tensors = {theirs: self._tensors[ours] for theirs, ours in (lent or {}).items()}
-        made._lent = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+        made._lent = {theirs: self._tensors[ours] for theirs, ours in (lent or {}).items()}
         return made
 
     def has(self, feature: str) -> bool:
