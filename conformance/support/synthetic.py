@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from hybrid.checkpoint.decoder import rotations
-from hybrid.checkpoint.families import family_of
+from hybrid.checkpoint.families import family_of, is_index
 from hybrid.core.hparams import HParams, LayerParams, alternating
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import quantise
 from hybrid.text.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
 
-_ST_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+_ST_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "i32": "I32"}
 
 
 def tiny(**changes: Any) -> HParams:
@@ -134,12 +134,46 @@ def tiny_gemma4(*, inputs: bool = True, experts: tuple[int, int, int] = (0, 0, 0
     return HParams(**(values | changes))
 
 
+def tiny_assistant(target: HParams, clusters: int = 0, **changes: Any) -> HParams:
+    """A drafter of a `tiny_gemma4`: two local layers and a global one over its caches. clusters: of its head; a token uses
+    three."""
+    local, wide = (next(x for x in target.layers if bool(x.window) == windowed) for windowed in (True, False))
+    own = {"ffn": 64, "kv_from": None, "k_as_v": False}
+    layers = tuple(
+        replace(layer, **own, scalar=scalar) for layer, scalar in ((local, 0.75), (local, 1.125), (wide, 0.875))
+    )
+    values: dict[str, Any] = {
+        "family": "gemma4_assistant",
+        "hidden": 32,
+        "layers": layers,
+        "softcap": 0.0,
+        "embed_scale": target.hidden**0.5,
+        "per_layer_dim": 0,
+        "per_layer_vocab": 0,
+        "backbone": target.hidden,
+        "clusters": clusters,
+        "clusters_used": 3 if clusters else 0,
+    }
+    return replace(target, **(values | changes))
+
+
 def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
     """config.json of any family. Gemma 3: as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or
     nested in the multimodal model's (`multimodal`, in the old dialect). Others: `new`, or `multimodal`; Gemma 4 with
     per_layer_config, or (`global`) with what the published files have instead."""
     if hp.family != "gemma3":
-        text = {"gemma3n": _config_3n, "gemma4": _config_4}[hp.family](hp)
+        text = {"gemma3n": _config_3n, "gemma4": _config_4, "gemma4_assistant": _config_4}[hp.family](hp)
+        if hp.family == "gemma4_assistant":
+            return {
+                "model_type": "gemma4_assistant",
+                "architectures": ["Gemma4AssistantForCausalLM"],
+                "backbone_hidden_size": hp.backbone,
+                "use_ordered_embeddings": hp.clusters > 0,
+                "num_centroids": hp.clusters or 2048,
+                "centroid_intermediate_top_k": hp.clusters_used or 32,
+                "tie_word_embeddings": True,
+                "text_config": text | {"num_kv_shared_layers": hp.n_layers, "final_logit_softcapping": 30.0},
+            }
         if hp.family == "gemma4" and dialect == "global":
             wide = next(layer for layer in hp.layers if not layer.window)
             text = {**text, "global_head_dim": wide.head_dim, "num_global_key_value_heads": wide.n_kv_heads}
@@ -283,6 +317,9 @@ def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor
             if name in made:
                 out[part] = Tensor.of(made[name])
                 continue
+            if is_index(name):
+                out[part] = Tensor.of(rng.permutation(shape[0]).astype(np.int32))
+                continue
             one = family.gguf_shape(hp, name, shape) if len(parts) == 1 else (shape[0] // len(parts), *shape[1:])
             scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
             centre = 1.0 if len(shape) == 1 and hp.family != "gemma3" else 0.0
@@ -314,7 +351,8 @@ def write_hf(
     hp = hp or tiny()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(hp, dialect)))
-    named = {n if n.startswith("lm_head") else prefix + n: t for n, t in weights(hp, dtype, seed).items()}
+    outside = family_of(hp).hf_outside
+    named = {n if n.startswith(outside) else prefix + n: t for n, t in weights(hp, dtype, seed).items()}
     named |= extra or {}
     if shards == 1:
         write_safetensors(folder / "model.safetensors", named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from hybrid.checkpoint.base import CheckpointError, Entry, printable
 from hybrid.checkpoint.decoder import Shape
-from hybrid.checkpoint.families import EMBEDDING, Family, is_exact, is_norm
+from hybrid.checkpoint.families import EMBEDDING, Family, is_exact, is_index, is_norm
 from hybrid.checkpoint.finite import check_finite
 from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
@@ -77,6 +78,10 @@ def assemble(
             continue
         if missing is not None:
             raise CheckpointError(f"{path}: tensor {missing} is missing")
+        if is_index(name):
+            used |= {*keys}
+            entries[name] = Entry("i32", shape, partial(stored[keys[0]].ids, shape[0]))
+            continue
         stack = family.stacks(hparams).get(stem_of(name))
         found = [_checked(name, stored[key], _part_shape(shape, len(keys)), stack, dialect) for key in keys]
         used |= {*keys}

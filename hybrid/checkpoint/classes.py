@@ -12,7 +12,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "attn": ("attn_q", "attn_k", "attn_v", "attn_output"),
     "ffn": ("ffn_gate", "ffn_up", "ffn_down"),
     "experts": ("ffn_gate_up_exps", "ffn_down_exps"),
-    "inputs": ("inp_gate", "proj"),
+    "inputs": ("inp_gate", "proj", "nextn.pre_projection", "nextn.post_projection"),
     "streams": ("altup_proj", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj"),
 }
 """Class -> last parts of its tensors' names, without `.weight`."""

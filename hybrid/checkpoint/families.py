@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4
+from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4, gemma4_assistant
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.decoder import Shape, dead, hf_name
 from hybrid.checkpoint.fields import Fields
@@ -35,8 +35,7 @@ class Family:
     hparams_from_hf: Callable[[Fields, Look], HParams]
     hparams_from_gguf: Callable[[Fields, Look], HParams]
     gguf_fields: Callable[[HParams], Mapping[str, Any]]
-    """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists. The architecture is
-    `name`."""
+    """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists."""
     tensors: Callable[[HParams], Mapping[str, Shape]]
     """Tensors that plans use, with shapes, in file order."""
     hf_config: Callable[[HParams], Mapping[str, Any]]
@@ -56,6 +55,17 @@ class Family:
     """Whether its GGUF files have the tokenizer's merges, if any; otherwise equivalent scores."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
     """float32 tensors of GGUF files that are derived from hyper-parameters; fields in Hugging Face files."""
+    architectures: tuple[str, ...] = ()
+    """Values of general.architecture in GGUF files, the written one first; none: `name`."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tensors in GGUF files -> GGUF names."""
+    hf_outside: tuple[str, ...] = ("lm_head",)
+    """Hugging Face's modules beside the inner model, whose names have no `model.` before them."""
+
+    @property
+    def architecture(self) -> str:
+        """general.architecture of the GGUF files that are written."""
+        return (*self.architectures, self.name)[0]
 
     def kept(self, hp: HParams) -> dict[str, Shape]:
         """All tensors of a file, in file order: `tensors`, `dead`, `made`."""
@@ -119,6 +129,21 @@ FAMILIES: tuple[Family, ...] = (
         merged_tokenizer=True,
         made=gemma4.made,
     ),
+    Family(
+        name="gemma4_assistant",
+        hf_model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+        hparams_from_hf=gemma4_assistant.hparams_from_hf,
+        hparams_from_gguf=gemma4_assistant.hparams_from_gguf,
+        gguf_fields=gemma4_assistant.gguf_fields,
+        tensors=gemma4_assistant.tensors,
+        hf_config=gemma4_assistant.hf_config,
+        hf_names=gemma4_assistant.hf_name,
+        merged_tokenizer=True,
+        made=gemma4.made,
+        architectures=gemma4_assistant.ARCHITECTURES,
+        renamed=gemma4_assistant.RENAMED,
+        hf_outside=("lm_head", *gemma4_assistant.OUTSIDE),
+    ),
 )
 
 
@@ -151,18 +176,23 @@ def family_of_hf(config: Fields) -> Family:
 def family_of_gguf(metadata: Fields) -> Family:
     kind = metadata.text("general.architecture")
     for family in FAMILIES:
-        if kind == family.name:
+        if kind in (family.architectures or (family.name,)):
             return family
-    known = ", ".join(f.name for f in FAMILIES)
+    known = ", ".join(f.architecture for f in FAMILIES)
     raise CheckpointError(f"{metadata.path}: general.architecture {kind!r} is not supported; known: {known}")
 
 
-_SMALL = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
+_SMALL = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef", gemma4_assistant.CENTROIDS)
 
 
 def is_exact(name: str, shape: Shape) -> bool:
-    """Whether a tensor is always float32: vectors and very small matrices."""
+    """Whether a tensor is always float32 (or int32: is_index): vectors and very small matrices."""
     return len(shape) == 1 or stem_of(name) in _SMALL
+
+
+def is_index(name: str) -> bool:
+    """Whether a vector is a permutation of token ids, stored as int32."""
+    return stem_of(name) == gemma4_assistant.ORDERING
 
 
 def is_norm(name: str) -> bool:

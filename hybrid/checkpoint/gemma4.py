@@ -184,6 +184,11 @@ def _scalar(c: Fields, layer: int, look: Look) -> float:
 def hparams_from_hf(config: Fields, look: Look) -> HParams:
     """config.json of Gemma4ForCausalLM, or of a multimodal model with its `text_config`; heads of global layers by
     `per_layer_config`, or by `global_head_dim` and `num_global_key_value_heads`."""
+    return layers_from_hf(config, look)
+
+
+def layers_from_hf(config: Fields, look: Look, drafter: bool = False) -> HParams:
+    """drafter: all layers read another model's cache, and none has per-layer embeddings."""
     c, vocab = decoder.text_config(config), look.rows(EMBEDDING)
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     experts = _experts(c, keys) if c.truth("enable_moe_block", False) else (0, 0, 0)
@@ -195,13 +200,15 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
         what = f"layer_is_global of {len(is_global)} entries must have one entry for each of the {n_layers} layers"
         raise c.error("layer_types", what)
     is_global = (*is_global[:-1], True)  # the last layer is always global, as in transformers
-    shared, same = c.integer("num_kv_shared_layers", 0), c.truth("attention_k_eq_v", False)
+    shared = 0 if drafter else c.integer("num_kv_shared_layers", 0)
+    same = c.truth("attention_k_eq_v", False)
     ffn = decoder.by_layer(c, "intermediate_size", n_layers, 9216)
     if c.truth("use_double_wide_mlp", False):
         ffn = [width * (2 if i >= n_layers - shared else 1) for i, width in enumerate(ffn)]
     window = 0 if c.is_null("sliding_window") else c.integer("sliding_window", 512)
     local, global_ = _rope_from_hf(c)
-    inputs = 0 if c.is_null("hidden_size_per_layer_input") else c.integer("hidden_size_per_layer_input", 256)
+    none = drafter or c.is_null("hidden_size_per_layer_input")
+    inputs = 0 if none else c.integer("hidden_size_per_layer_input", 256)
     kinds = replace(local, window=window), replace(global_, k_as_v=same)
     heads = _heads_from_hf(c, is_global, same)
     _one_branch(c, inputs, experts)
@@ -355,7 +362,12 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
 # GGUF
 def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     """Metadata of architecture gemma4, as llama.cpp's and Ollama's converters write it."""
-    m, vocab = metadata.under("gemma4."), look.rows(EMBEDDING)
+    return layers_from_gguf(metadata.under("gemma4."), look)
+
+
+def layers_from_gguf(m: Fields, look: Look, drafter: bool = False) -> HParams:
+    """m: the metadata under the architecture's name; drafter: as of layers_from_hf."""
+    vocab = look.rows(EMBEDDING)
     keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
     experts = _experts(m, keys) if m.integer("expert_count", 0) else (0, 0, 0)
     n_layers, hidden = decoder.layer_count(m, "block_count"), m.integer("embedding_length")
@@ -373,17 +385,17 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
         raise m.error(
             "attention.sliding_window_pattern", f"layer_is_global of {len(is_global)} entries, for {n_layers} layers"
         )
-    rotated, factor = _rotated(m, look, wide)
+    rotated, factor = (ROTATED, 1.0) if drafter and not look.has(FREQS) else _rotated(m, look, wide)
     owners = [i for i in range(n_layers) if is_global[i] and look.has(in_layer(i, "attn_k.weight"))]
     same = bool(owners) and not look.has(in_layer(owners[0], "attn_v.weight"))
-    inputs = m.integer("embedding_length_per_layer_input", 0)
+    inputs = 0 if drafter else m.integer("embedding_length_per_layer_input", 0)
     kinds = (
         _Kind(window, m.number("rope.freq_base_swa", LOCAL_THETA)),
         _Kind(0, m.number("rope.freq_base", GLOBAL_THETA), rotated, factor, same),
     )
     heads = [(wide if g else narrow, q, kv) for g, q, kv in zip(is_global, n_heads, n_kv_heads, strict=True)]
     ffn = decoder.by_layer(m, "feed_forward_length", n_layers)
-    shared = m.integer("attention.shared_kv_layers", 0)
+    shared = 0 if drafter else m.integer("attention.shared_kv_layers", 0)
     _one_branch(m, inputs, experts)
     return HParams(
         family="gemma4",

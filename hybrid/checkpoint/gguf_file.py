@@ -25,6 +25,8 @@ from hybrid.core.dtypes import DTYPES, FILE_TYPES
 from hybrid.quant.foreign import FOREIGN
 
 _TYPES = {files.number: name for name, files in FILE_TYPES.items()}
+INTEGERS = {26: "I32", 27: "I64"}
+"""Types of token ids, under safetensors' names."""
 _FOREIGN = {kind.number: kind for kind in FOREIGN.values()}
 
 
@@ -57,6 +59,7 @@ def open_gguf(path: Path) -> Checkpoint:
             "is adapter: a LoRA adapter is not supported; merge it into its model (llama.cpp's llama-export-lora)",
         )
     family = family_of_gguf(metadata)
+    stored = {family.renamed.get(name, name): tensor for name, tensor in stored.items()}
     look = Look(path, stored, str)
     vocab = look.rows(EMBEDDING)
     try:
@@ -126,6 +129,8 @@ def read_gguf(path: Path) -> Part:
 
 def _nbytes(tensor: Stored) -> int:
     """Bytes of a tensor; 1 for an unknown type, to check at least its first byte for overlaps."""
+    if tensor.dtype in INTEGERS.values():
+        return tensor.ids_bytes
     return 1 if tensor.file is None else tensor.nbytes
 
 
@@ -134,6 +139,8 @@ def _stored(file: OpenFile, info: TensorInfo) -> Stored:
         raise CheckpointError(
             f"{file.path} is cut short: tensor {info.name} begins at byte {info.at} of {file.size}; fetch it again"
         )
+    if info.kind in INTEGERS:
+        return Stored(file.path, info.name, INTEGERS[info.kind], info.shape, file, info.at)
     if info.kind not in _TYPES and info.kind not in _FOREIGN:
         return Stored(file.path, info.name, _type_name(info.kind), info.shape, None, info.at)
     kind = _FOREIGN.get(info.kind)

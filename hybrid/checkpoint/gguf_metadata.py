@@ -29,7 +29,7 @@ def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
     writer.add_quantization_version(_QUANTIZATION_VERSION)
     family = family_of(source.hparams)
     for key, value in family.gguf_fields(source.hparams).items():
-        _add(writer, f"{family.name}.{key}", value)
+        _add(writer, f"{family.architecture}.{key}", value)
     sampling = source.generation
     numbers = {
         "temp": sampling.temperature,

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybrid.checkpoint.base import Checkpoint, Entry, Generation
 from hybrid.checkpoint.classes import class_of
-from hybrid.checkpoint.families import is_exact, tensors
+from hybrid.checkpoint.families import is_exact, is_index, tensors
 from hybrid.checkpoint.gguf_file import open_gguf
 from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES, fitting
 from hybrid.core.errors import nearest
@@ -78,7 +78,7 @@ def random_types(
     found = {}
     for name, shape in (tensors(hparams) if shapes is None else shapes).items():
         if is_exact(name, shape):
-            found[name] = "f32"
+            found[name] = "i32" if is_index(name) else "f32"
             continue
         option, wanted = ("head", head or "q6_k") if class_of(name) in _HEAD else ("type", kind)
         if class_of(name) == "streams" and wanted in DTYPES and DTYPES[wanted].quantised:
@@ -122,6 +122,8 @@ class _Noise:
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
+    if is_index(name):
+        return Entry(dtype, shape, lambda: Tensor.of(np.arange(shape[0], dtype=np.int32)))
     if len(shape) == 1:
         return Entry(dtype, shape, lambda: Tensor.of(np.ones(shape, np.float32)))
     noise = _Noise.of(name, dtype, shape)

@@ -66,7 +66,7 @@ def _stored(file: OpenFile, problem: str, name: str, info: Any, start: int) -> S
     if kind not in _TYPES:
         if kind in _OTHERS and end - begin != _OTHERS[kind] * math.prod(shape):
             raise CheckpointError(f"{where} has {end - begin} bytes for shape {shape} of {kind}")
-        return Stored(file.path, name, kind, tuple(shape), None, start + begin)
+        return Stored(file.path, name, kind, tuple(shape), file if kind in ("I32", "I64") else None, start + begin)
     dtype, item = _TYPES[kind]
     if end - begin != item * math.prod(shape):
         raise CheckpointError(f"{where} has {end - begin} bytes for shape {shape} of {kind}")

@@ -36,6 +36,24 @@ class Stored:
     """A number that multiplies the tensor's (nvfp4)."""
 
     @property
+    def ids_bytes(self) -> int:
+        """Bytes of a vector of I32 or I64."""
+        return prod(self.shape) * (4 if self.dtype == "I32" else 8)
+
+    def ids(self, count: int) -> Tensor:
+        """A permutation of the token ids 0..count - 1, stored as I32 or I64, as i32 [count]. CheckpointError for other
+        values."""
+        if self.file is None or self.dtype not in ("I32", "I64") or self.shape != (count,):
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name} is {self.dtype} {list(self.shape)}: it must be int32 or int64 [{count}]"
+            )
+        raw = self.file.read(self.offset, self.ids_bytes)
+        found = np.frombuffer(raw, "<i4" if self.dtype == "I32" else "<i8")
+        if not np.array_equal(np.sort(found), np.arange(count)):
+            raise CheckpointError(f"{self.path}: tensor {self.name} must name each of the {count} tokens once")
+        return Tensor.of(found.astype(np.int32))
+
+    @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         if not self.foreign:

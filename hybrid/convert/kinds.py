@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hybrid.checkpoint import CheckpointError
 from hybrid.checkpoint.classes import CLASSES, class_of
-from hybrid.checkpoint.families import is_exact
+from hybrid.checkpoint.families import is_exact, is_index
 from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES, fitting, requantises
 from hybrid.core.names import part_of
 from hybrid.core.numeric import np
@@ -52,7 +52,7 @@ def plan_types(
     fallbacks: dict[str, str] = {}
     for name, (stored, shape) in tensors.items():
         if is_exact(name, shape):
-            kinds[name] = "f32"
+            kinds[name] = "i32" if is_index(name) else "f32"
             continue
         kind = wanted.of(class_of(name))
         kind = stored if kind == SAME else kind

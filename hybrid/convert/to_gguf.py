@@ -56,7 +56,7 @@ def shards(
     with atomic_files(final, force) as parts:
         made = []
         for index, (part, names) in enumerate(zip(parts, groups, strict=True)):
-            writer = GGUFWriter(part, source.hparams.family)
+            writer = GGUFWriter(part, family_of(source.hparams).architecture)
             try:
                 if index == 0:
                     write_metadata(writer, source, dtype)

@@ -22,9 +22,10 @@ from hybrid.checkpoint.hf_files import MORE_TEMPLATES, TOKENIZER_FILES, config, 
 from hybrid.checkpoint.sentencepiece_write import write_sentencepiece
 from hybrid.convert.atomic import atomic_folder
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
+from hybrid.core.dtypes import WEIGHT_TYPES
 from hybrid.core.tensor import Tensor
 
-TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "i32": "I32"}
 DIGEST = "sha256."
 """Prefix of a tensor's digest key in the file's __metadata__; the tensor's name in the file follows."""
 HEADER_DIGEST = "sha256"
@@ -53,9 +54,9 @@ def shards(
     wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
     if wrong is not None:
         raise CheckpointError(
-            f"{kinds[wrong]} is no type of Hugging Face's format (tensor {wrong}): choose one of {', '.join(TYPES)}"
+            f"{kinds[wrong]} is no type of Hugging Face's format (tensor {wrong}): choose one of {', '.join(t for t in TYPES if t in WEIGHT_TYPES)}"
         )
-    names = {n: _name(n if n in made_apart else family.hf_names(n)) for n in kinds}
+    names = {n: _name(family, n if n in made_apart else family.hf_names(n)) for n in kinds}
     groups = divide(tensor_sizes(source, kinds), split)
     with atomic_folder(target, force) as folder:
         paths = shard_paths(folder / "model.safetensors", len(groups))
@@ -102,8 +103,8 @@ def _rows_of(source: Checkpoint, name: str, first: int, last: int) -> Entry:
     return Entry(source.dtype(name), shape, lambda: rows(0, shape[0]), rows)
 
 
-def _name(short: str) -> str:
-    return short if short.startswith("lm_head") else f"model.{short}"
+def _name(family: Family, short: str) -> str:
+    return short if short.startswith(family.hf_outside) else f"model.{short}"
 
 
 def _begin(path: Path, source: Checkpoint, family: Family, kinds: Mapping[str, str], names: Mapping[str, str]) -> Shard:

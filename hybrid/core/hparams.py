@@ -142,6 +142,11 @@ class HParams:
     """Width of a token's per-layer embedding; 0: none."""
     per_layer_vocab: int = 0
     """Rows of the per-layer embedding table."""
+    backbone: int = 0
+    """Of a drafter that reads its target's cache: the target's `hidden`; 0: a model of its own."""
+    clusters: int = 0
+    """Of a head that scores the tokens of a few clusters only: their number, a divisor of `vocab`; 0: scores all."""
+    clusters_used: int = 0
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -153,8 +158,17 @@ class HParams:
         _require(self.softcap < 1e30, "softcap", self.softcap, "is beyond what float32 computes with")
         _require(self.hidden % 32 == 0, "hidden", self.hidden, "must be a multiple of 32")
         _require(self.softcap >= 0, "softcap", self.softcap, "must not be negative (0 = none)")
-        for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab"):
+        for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab", "backbone", "clusters"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative (0 = none)")
+        _require(self.backbone % 32 == 0, "backbone", self.backbone, "must be a multiple of 32")
+        if self.clusters:
+            _require(self.vocab % self.clusters == 0, "clusters", self.clusters, f"must divide vocab {self.vocab}")
+        _require(
+            (0 < self.clusters_used <= self.clusters) if self.clusters else not self.clusters_used,
+            "clusters_used",
+            self.clusters_used,
+            f"must be 1 to clusters {self.clusters}, or 0 without clusters",
+        )
         _require(
             0 <= self.altup_active < self.n_streams,
             "altup_active",

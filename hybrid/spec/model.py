@@ -73,6 +73,9 @@ class Shape(Model):
     n_experts: int = 0
     experts_used: int = 0
     expert_ffn: int = 0
+    backbone: int = 0
+    clusters: int = 0
+    clusters_used: int = 0
     global_: Own = Field(Own(), alias="global")
     """Overrides for layers with full attention."""
     first: Some | None = None
@@ -93,12 +96,15 @@ class Shape(Model):
             "laurel_rank",
             "per_layer_dim",
             "per_layer_vocab",
+            "backbone",
+            "clusters",
+            "clusters_used",
         }
         return HParams(
             family=family,
             layers=self._layers(),
             attention_scale=self.query_scale**-0.5,
-            embed_scale=self.hidden**0.5,
+            embed_scale=(self.backbone or self.hidden) ** 0.5,
             **self.model_dump(include=model),
         )
 
