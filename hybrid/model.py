@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -78,8 +78,8 @@ def load(
     deterministic: bit-identical results, independent of prompt chunks and other requests; slower.
     profile: time every step. progress: show a progress bar, if it takes more than a second.
     npu: run a schedule's NPU steps on the hardware, or on its simulator.
-    draft: speculative decoding with a smaller model with the same tokenizer, or with "lookup" (prompt lookup by
-    n-grams). The generated text does not change.
+    draft: speculative decoding with a smaller model with the same tokenizer, with the model's assistant (a drafter that
+    reads its cache), or with "lookup" (prompt lookup by n-grams). The generated text does not change.
     speculate: draft tokens of a pass: a number, 0 for none, or auto (by acceptance and measured pass times). Without
     draft it means "lookup".
     warm: compile passes of all batch sizes now, not on the first request that needs them.
@@ -106,6 +106,10 @@ def load(
     with clock.phase("open"):  # which may show how a file is fetched
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     try:
+        if drafts and isinstance(draft, str | os.PathLike) and draft != "lookup":
+            draft = open_checkpoint(draft)
+        if drafts and isinstance(draft, Checkpoint) and draft.hparams.backbone:
+            config = replace(config, hidden=True)
         with clock.shown(progress):
             made = ready(checkpoint, device, schedule, config, clock, npu, warm, queue, prove)
         try:
@@ -120,6 +124,8 @@ def load(
             raise
     except BaseException:
         checkpoint.close()
+        if isinstance(draft, Checkpoint):
+            draft.close()
         raise
     return Model(checkpoint, made.opened, made.engine)
 

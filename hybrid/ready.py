@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
-from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from hybrid.core import garbage
 from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
+from hybrid.engine.assistant import Assistant, check_pair, lent_to
 from hybrid.engine.loading import EngineConfig, LoadClock, with_budget
 from hybrid.engine.loop import QUEUE, Engine
 from hybrid.engine.runner import Runner
@@ -98,14 +100,11 @@ def drafter_for(
     if not isinstance(draft, str | os.PathLike | Checkpoint):
         return draft
     found = draft if isinstance(draft, Checkpoint) else open_checkpoint(draft)
+    if found.hparams.backbone:
+        return assistant_for(model, found, warm, prove)
     opened: Opened | None = None
     try:
-        ours, theirs = (c.tokenizer.vocabulary.pieces for c in (model.engine.checkpoint, found))
-        if ours != theirs:
-            raise ValueError(
-                f"{found.path}: as a draft it needs the model's tokenizer, and has another "
-                f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)"
-            )
+        _check_pieces(found, model.engine.checkpoint)
         ctx = model.engine.cache.ctx
         if ctx > found.hparams.context_length:
             raise ValueError(
@@ -126,13 +125,55 @@ def drafter_for(
         else:
             runner.warm_up()
 
-        def close() -> None:
-            opened.device.close()
-            found.close()
-
-        return DraftModel(runner, f"draft {found.path} on {opened.device.name}", close)
+        return DraftModel(runner, f"draft {found.path} on {opened.device.name}", partial(_close, opened, found))
     except BaseException:
         if opened is not None:
             opened.device.close()
         found.close()
         raise
+
+
+def assistant_for(model: Ready, found: Checkpoint, warm: bool = False, prove: bool = True) -> Assistant:
+    """The drafter of a checkpoint that reads its target's cache. ValueError for a pair that does not belong together."""
+    engine, opened = model.engine, None
+    read = engine.runner
+    try:
+        check_pair(found, read)
+        _check_pieces(found, read.checkpoint)
+        schedule, lent = find_schedule(found.hparams.family), lent_to(found.hparams, read)
+        opened = open_again(model.opened, schedule, lent)
+        kv = read.plan("decode", 1, 1).tensors[lent["kv.global.k"]].dtype
+        config = EngineConfig(ctx=engine.cache.ctx, slots=engine.cache.slots, chunk=1, kv=kv)  # type: ignore[arg-type]
+        if prove and not proved(opened, found, config, schedule):
+            raise RuntimeError(
+                f"{opened.main.name} computes wrong results with {found.path} (python -m hybrid.prove): load it again, and "
+                "other kernels are used"
+            )
+        runner = Runner(found, opened.device, config, schedule, read=read)
+        runner.warm(draft=True) if warm else runner.warm_up()
+        close = partial(_close, opened, found)
+        return Assistant(runner, f"assistant {found.path} on {opened.device.name}", lent, close)
+    except BaseException:
+        if opened is not None:
+            opened.device.close()
+        found.close()
+        raise
+
+
+def _check_pieces(draft: Checkpoint, target: Checkpoint) -> None:
+    """ValueError for a draft whose files have another tokenizer; sidecars may have none."""
+    try:
+        theirs = draft.tokenizer.vocabulary.pieces
+    except CheckpointError:
+        return
+    ours = target.tokenizer.vocabulary.pieces
+    if ours != theirs:
+        raise ValueError(
+            f"{draft.path}: as a draft it needs the model's tokenizer, and has another ({len(theirs)} tokens, the model "
+            f"{len(ours)}, or other pieces)"
+        )
+
+
+def _close(opened: Opened, checkpoint: Checkpoint) -> None:
+    opened.device.close()
+    checkpoint.close()

@@ -16,14 +16,14 @@ from typing import get_args
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.checkpoint.classes import AS_STORED, class_of
-from hybrid.checkpoint.families import is_exact
+from hybrid.checkpoint.families import EMBEDDING, is_exact
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.cli.progress import Advance, progress_bar
 from hybrid.core.device import Device
 from hybrid.core.dtypes import CACHE_CHOICES, DTYPES, WEIGHT_TYPES, WRITABLE_TYPES, CacheChoice, requantises
 from hybrid.core.hparams import HParams
 from hybrid.core.numeric import np
-from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.plan import TARGET_EMBEDDING, Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.core.units import show_bytes
 from hybrid.devices.opening import Opened, beside
@@ -91,6 +91,8 @@ class EngineConfig:
     prompts run a few rows at a time; on cpu one row and one sequence."""
     drafts: int = 0
     """Most drafts of a pass (hybrid/engine/speculation.py)."""
+    hidden: bool = False
+    """Keep each sequence's last hidden state, for a drafter that reads it (hybrid/engine/assistant.py)."""
     profile: bool = False
     """Time every step (Runner.trace); waits after each pass."""
 
@@ -128,16 +130,28 @@ def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSiz
 
 
 def target_for(
-    config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: Device,
+    schedule: Schedule,
+    sizes: PassSizes,
+    read: Target | None = None,
 ) -> Target:
-    """What all plans share. ValueError for weight types that the device does not support."""
+    """What all plans share. read: of a drafter, the model whose cache and embedding it reads. ValueError for weight types
+    that the device does not support."""
     hp = checkpoint.hparams
-    n_tokens = checkpoint.tokenizer.n_tokens if config.n_tokens is None else config.n_tokens
+    weights = stored_types(checkpoint, config.weights, device.backend, config.requantize)
+    if read is None:
+        n_tokens = checkpoint.tokenizer.n_tokens if config.n_tokens is None else config.n_tokens
+        cache = CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], config.blocks)
+    else:
+        n_tokens, cache = read.n_tokens, read.cache
+        weights[TARGET_EMBEDDING] = read.weights[EMBEDDING]
     return Target(
         schedule,
         hp,
-        stored_types(checkpoint, config.weights, device.backend, config.requantize),
-        CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], config.blocks),
+        weights,
+        cache,
         min(hp.vocab, n_tokens),
         config.precision,
         config.kv,
@@ -508,17 +522,18 @@ def load_tensors(
 ) -> tuple[Reencoded, ...]:
     """Store `decls`, every tensor that outlives a pass of `plans` (the largest of each kind); reserve activations, and
     kernel scratch for all `sizes`. Returns the re-encoded tensors."""
+    first = 1 if target.hparams.backbone else 0  # a drafter's queries stand one position after the last key
     with clock.phase("cache"):
         for decl in decls.values():
             if decl.role == "rope":
                 assert decl.layer is not None
-                device.store(decl, Tensor.of(rope_of(target.hparams.layers[decl.layer], target.cache.ctx)))
-            elif decl.kind != "weight":
+                device.store(decl, Tensor.of(rope_of(target.hparams.layers[decl.layer], target.cache.ctx, first)))
+            elif decl.kind != "weight" or decl.name == TARGET_EMBEDDING:  # lent by the target
                 device.store(decl)
         # With overlapping passes the largest plans suffice; a second device reports now what it lacks.
         every = plans if device.overlaps else every_size(target, sizes)
         device.reserve(max(p.arena_bytes for p in plans), every)
-    weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope"]
+    weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope" and d.name != TARGET_EMBEDDING]
     before = device.counters.bytes_up
     with clock.phase("weights"):
         reencoded = upload(checkpoint, device, weights, target.weights, clock.part, plans)

@@ -62,6 +62,8 @@ class Engine:
         clock: LoadClock | None = None,
         queue: int = QUEUE,
     ) -> None:
+        if checkpoint.hparams.backbone:
+            raise ValueError(f"{checkpoint.path} is a drafter: load its target, and give it as draft (--draft)")
         self.check: Callable[[], object] = device.check_open
         self.runner = runner = Runner(checkpoint, device, config, schedule, clock, self._refused)
         self.checkpoint, self.device, self.tokenizer = checkpoint, device, checkpoint.tokenizer

@@ -51,7 +51,7 @@ from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import bytes_read, precision_by_phase
 from hybrid.planning.passes import PassSizes, bucket_of
 from hybrid.planning.pipeline import caches_elsewhere, outlasting
-from hybrid.planning.planner import plan
+from hybrid.planning.planner import Target, plan
 from hybrid.planning.segments import segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.step import OPTIONS, Option
@@ -68,7 +68,7 @@ FOLLOWS = -(1 << 30)
 """Token word: as DRAFTED up to the last accepted position (`known_until`), else the slot's last sampled token; FOLLOWS - n:
 of its slot n. Position word of such a row: min(next position, last verified position)."""
 _SKIPPED = 1000  # the pass counter jumps by this where the number of started passes is unknown
-PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
+PLAIN, VERIFY, HIDDEN = frozenset[Option](), frozenset[Option]({"verify"}), frozenset[Option]({"hidden"})
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -209,7 +209,8 @@ def _outs(buckets: Sequence[int], rows: int) -> list[int]:
 
 class Runner:
     """One checkpoint on one device. schedule: default: the family's. clock: times loading. refused: called with a request
-    whose constraint fails, and the error; its row's result is discarded. Closes neither the checkpoint nor the device."""
+    whose constraint fails, and the error; its row's result is discarded. read: of a drafter, the runner whose cache it
+    reads. Closes neither the checkpoint nor the device."""
 
     def __init__(
         self,
@@ -219,6 +220,7 @@ class Runner:
         schedule: Schedule | None = None,
         clock: LoadClock | None = None,
         refused: Callable[[Request, Exception], object] = lambda request, error: None,
+        read: Runner | None = None,
     ) -> None:
         self.checkpoint, self.device, self.refused = checkpoint, device, refused
         self.clock = LoadClock() if clock is None else clock
@@ -227,7 +229,8 @@ class Runner:
         """budget: the split of the given memory."""
         self.sizes = sizes_for(self.config, checkpoint.hparams, device)
         """Buckets."""
-        self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
+        of = None if read is None else read.target
+        self.target: Target = target_for(self.config, checkpoint, device, schedule, self.sizes, of)
         self.cache = self.target.cache
         self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=not caches_elsewhere(schedule))
         """Off for devices that keep copies of the KV cache: these learn of appended rows only, not of reused blocks."""
@@ -329,7 +332,8 @@ class Runner:
         options: Collection[Option] = (),
     ) -> Program:
         """The compiled plan of these buckets; compiled on first use."""
-        key = (phase, rows, outs, capture, sample, frozenset(options))
+        hidden = HIDDEN if self.config.hidden and sample and outs else PLAIN
+        key = (phase, rows, outs, capture, sample, hidden.union(options))
         if key not in self._programs:
             cooperative = (
                 self.cooperative and sample and (phase == "decode" or "verify" in options)

@@ -3,6 +3,7 @@ the model samples, so the text is the same with and without drafts.
 
     Lookup       n-grams of the sequence itself
     DraftModel   a smaller model with the same tokenizer, on the same queue
+    Assistant    one that reads the model's cache (hybrid/engine/assistant.py)
     Replay       known texts with a set acceptance rate, for benchmarks
     Speculator   chooses the number of drafts per sequence from measured acceptance and measured cost
 
@@ -15,6 +16,7 @@ passes of its next drafts are queued after that verification; the device tells t
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,7 +107,7 @@ class Replay:
     name = "replay"
 
     def __init__(
-        self, texts: Mapping[tuple[int, ...], Sequence[int]], rate: float, draft: DraftModel | None = None
+        self, texts: Mapping[tuple[int, ...], Sequence[int]], rate: float, draft: DeviceDrafter | None = None
     ) -> None:
         """texts: prompt -> continuation. ValueError for a rate outside 0 to 1."""
         if not 0 <= rate <= 1:
@@ -146,6 +148,48 @@ class Replay:
             self.draft.close()
 
 
+class DeviceDrafter(ABC):
+    """A drafter whose passes run on the target's queue and leave their tokens on the device."""
+
+    name: str
+    runner: Runner
+    queues: bool
+    """Whether submitting returns before the pass has run; on cpu it does not."""
+
+    @abstractmethod
+    def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
+        """See Drafter."""
+
+    @abstractmethod
+    def queue_after(self, verified: Mapping[Request, int], most: int) -> bool:
+        """Queue the passes of the next drafts, `most` per request, after the pass that verifies the last ones. They begin
+        where that pass finds the end of the accepted drafts. Does not wait. False where nothing was queued."""
+
+    @abstractmethod
+    def expects(self, request: Request) -> int:
+        """Drafts that `queue_after` has queued beyond the request's tokens."""
+
+    @abstractmethod
+    def verified(self, request: Request, accepted: int) -> None:
+        """See Drafter."""
+
+    @property
+    @abstractmethod
+    def recordings(self) -> int:
+        """Programs made so far."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the passes of the last drafts. After an aborted step, later drafts start again."""
+
+    @abstractmethod
+    def end(self, request: Request) -> None:
+        """Forget a request."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Copy:
     """The draft model's copy of a sequence."""
@@ -162,7 +206,7 @@ class _Copy:
     end: int = 0
 
 
-class DraftModel(Stack):
+class DraftModel(Stack, DeviceDrafter):
     """A smaller model on the target model's queue, with a copy of each sequence that has a slot and blocks there. Both
     models sample with the request's parameters and noise, so they agree more often than two independent samples would.
     ValueError where it cannot share the target model's memory."""
@@ -177,7 +221,6 @@ class DraftModel(Stack):
                 "model's, so neither finds the other's tokens: load that one with the same ctx and slots"
             )
         self.queues = runner.device.passes_ahead > 1
-        """Whether submitting returns before the pass has run; on cpu it does not."""
         self._copies: dict[Request, _Copy] = {}
         self._flight: Flight | None = None  # the last
         self._proposed: Flight | None = None  # the last one of the drafts that are verified now
@@ -217,8 +260,6 @@ class DraftModel(Stack):
             copy.valid = min(copy.valid, copy.known) + min(accepted, copy.drafts - 1)
 
     def queue_after(self, verified: Mapping[Request, int], most: int) -> bool:
-        """Queue the passes of the next drafts, `most` per request, after the pass that verifies the last ones. They begin
-        where that pass finds the end of the accepted drafts. Does not wait. False where nothing was queued."""
         self.scheduler.forget_tokens()
         copies = []
         for request, count in verified.items():
@@ -246,7 +287,6 @@ class DraftModel(Stack):
         return any(copy.queued for _, copy in copies)
 
     def expects(self, request: Request) -> int:
-        """Drafts that `queue_after` has queued beyond the request's tokens."""
         copy = self._copies.get(request)
         if copy is None or not copy.queued or not 0 < len(request.ids) - copy.known <= copy.drafts + 1:
             return 0
@@ -254,11 +294,9 @@ class DraftModel(Stack):
 
     @property
     def recordings(self) -> int:
-        """Programs made so far."""
         return self.runner.counters.recordings
 
     def wait(self) -> None:
-        """Wait for the passes of the last drafts. After an aborted step, the copies start again."""
         flight, self._proposed = self._proposed, None
         if flight is None:
             return
@@ -507,10 +545,10 @@ class Speculator:
         self._seen = 0.0  # time at which the last pass was read
 
     @property
-    def draft(self) -> DraftModel | None:
+    def draft(self) -> DeviceDrafter | None:
         """The draft model, if there is one."""
         drafter = self.drafter.draft if isinstance(self.drafter, Replay) else self.drafter
-        return drafter if isinstance(drafter, DraftModel) else None
+        return drafter if isinstance(drafter, DeviceDrafter) else None
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: passes in flight must be read first."""

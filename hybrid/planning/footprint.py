@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.core.hparams import HParams
 from hybrid.core.names import in_layer, layer_of, part_of
-from hybrid.core.plan import Plan
+from hybrid.core.plan import TARGET_EMBEDDING, Plan
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import purpose
 from hybrid.planning.expand import WeightInfo
@@ -159,7 +159,8 @@ def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int)
     """times: how many layers each of the plans' layers represents."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io", "spill"), 0)
     for name, decl in outlasting(plans).items():
-        if decl.device:
+        lent = hparams.backbone and (decl.role == "kv" or name == TARGET_EMBEDDING)  # by the drafter's target
+        if decl.device or lent:
             continue
         kind, layer = purpose(decl), layer_of(name)
         if kind == "kv" and decl.layer is not None:

@@ -9,7 +9,7 @@ from typing import Literal
 from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, Plan, Step, TensorDecl
+from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, TARGET_EMBEDDING, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Names, UnboundStep, WeightInfo, choices, declared, expand, fused, housed
@@ -359,6 +359,9 @@ class _Planner:
         elif name in self.target.weights:
             info = self.target.weights[name]
             self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")
+        elif name == TARGET_EMBEDDING:  # planned without the target: of the type of the drafter's own
+            hp, info = self.target.hparams, self.target.weights["token_embd.weight"]
+            self.tensors[name] = TensorDecl(name, info.dtype, (hp.vocab, hp.backbone), "weight")
         else:
             known = [*self.tensors, *self.declared, *self.fused, *self.target.weights]
             raise self._error(

@@ -12,9 +12,9 @@ from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model
 
 Phase = Literal["prefill", "decode"]
-Option = Literal["adjust", "logprobs", "verify"]
-"""Optional parts of a sampling pass: adjust = penalties, biases and masks; logprobs = log-probabilities for the host;
-verify = compare draft tokens with sampled ones."""
+Option = Literal["adjust", "hidden", "logprobs", "verify"]
+"""Optional parts of a sampling pass: adjust = penalties, biases and masks; hidden = keep each sequence's last hidden
+state for a drafter; logprobs = log-probabilities for the host; verify = compare draft tokens with sampled ones."""
 OPTIONS: frozenset[Option] = frozenset(get_args(Option))
 EXTENTS = ("rows", "outs", "wanted")
 """rows: all rows of a pass. outs: output rows, those with logits; a pass without any omits the step. wanted: output

@@ -14,16 +14,18 @@ from hybrid.spec.model import load_models
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 TYPES = ("q8_0", "q4_0")  # the smallest last
-DRAFTS = {"gemma3": "gemma3-1b", "gemma4": "gemma4-e2b"}
-"""By family, whose models share a tokenizer; Gemma 3n has none, its sizes are too alike."""
+DRAFTS = {"gemma3": "gemma3-1b"}
+"""By family, whose models share a tokenizer; Gemma 3n has none, its sizes are too alike. Gemma 4 has assistants."""
 ACCEPTANCES = (0.6, 0.8, 0.9)
 """As parameters, beside what was measured."""
 SPECULATION = tuple((length, acceptance) for acceptance in (0.7, 0.8, 0.9) for length in (4, 8))
 
 
 def draft_of(name: str) -> str | None:
-    """The published model that drafts for another; None for one that has no smaller one."""
+    """The published model that drafts for another: its assistant, else a smaller one of its family; None without."""
     known = load_models()
+    if f"{name}-assistant" in known:
+        return f"{name}-assistant"
     draft = DRAFTS.get(known[name].model.family) if name in known else None
     return draft if draft and known[name].model.parameters > known[draft].model.parameters else None
 
@@ -105,7 +107,7 @@ def _required(name: str) -> str:
     draft = draft_of(name)
     if draft is None:
         raise ValueError(
-            f"{name} has no draft among the published models: {', '.join(DRAFTS.values())} draft for larger ones of theirs"
+            f"{name} has no draft among the published models: {', '.join(DRAFTS.values())} draft for larger ones of theirs, assistants for Gemma 4"
         )
     return draft
 
