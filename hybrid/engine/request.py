@@ -22,6 +22,7 @@ from hybrid.engine.blocks import Held
 from hybrid.engine.loading import check_drafts
 from hybrid.engine.sampling import Constraint, Sampling
 from hybrid.engine.stats import EngineReport, Finish, Stats, TokenLogprob
+from hybrid.text.marks import Channel
 from hybrid.text.stops import StopFilter
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -43,14 +44,15 @@ class Captured(NamedTuple):
 class Options(Sampling):
     """Options of a request: sampling parameters, and these. ValueError names the option and its range.
 
-    max_tokens: most tokens to generate. stop: strings before which the text ends. ignore_eos: continue after an
-    end-of-text token. priority: greater first. deadline: seconds from submission. constraint: masks the next token
+    max_tokens: most tokens to generate. stop: strings before which the text ends. thought: ids of the tokens that begin
+    and end a thought, in which stop strings do not count. ignore_eos: continue after an end-of-text token. priority: greater first. deadline: seconds from submission. constraint: masks the next token
     (hybrid.engine.sampling.Constraint). speculate: drafts per pass (0: none, not of the constraint either); None: as the
     model was loaded.
     """
 
     max_tokens: int = 64
     stop: str | Sequence[str] = ()
+    thought: tuple[int, int] | None = None
     ignore_eos: bool = False
     priority: int = 0
     deadline: float | None = None
@@ -160,6 +162,7 @@ class Request:
 
     __slots__ = (
         "_changed",
+        "_channel",
         "_marks",
         "_sleeping",
         "_stops",
@@ -254,6 +257,7 @@ class Request:
         self.ahead = (options.constraint is None) if ahead is None else ahead
         self._text = None if tokenizer is None else StreamDecoder(tokenizer)
         self._stops = StopFilter([options.stop] if isinstance(options.stop, str) else options.stop or ())
+        self._channel = None if options.thought is None else Channel.after(options.thought, prompt)
 
         self.finish: Finish | None = None
         """Why it ended; None while it is open."""
@@ -352,7 +356,7 @@ class Request:
         self.ids.append(token)
         text = ""
         if self._text is not None and token not in self.ends:
-            text = self._stops.push(self._text.push(token))
+            text = self._released(self._text.push(token), token)
         if logprob is None:
             self.events.append(Event(text, (token,)))
         else:
@@ -360,6 +364,13 @@ class Request:
             self.events.append(Event(text, (token,), (logprob,)))
         if len(self.ids) >= self.last or token in self.ends or self._stops.stopped is not None:
             self.end()
+
+    def _released(self, text: str, token: int) -> str:
+        """What can be shown after a token and its text: all of a thought, and else what no stop string can begin with."""
+        if self._channel is None or not self._channel.take(token):
+            return self._stops.push(text)
+        held = self._stops.flush()
+        return held if self._stops.stopped is not None else held + text
 
     def end(self, reason: Finish | None = None, error: BaseException | None = None) -> bool:
         """Set `finish`: to a reason, an error, or what its tokens say. The only place that does. False: it had ended, or its

@@ -200,6 +200,18 @@ def mask_of(ids: Iterable[int], vocab: int) -> np.ndarray:
     if outside.size:
         raise IndexError(f"there is no id {outside[0]}: ids are 0..{vocab - 1}")
     bits[wanted] = 1
+    return _packed(bits)
+
+
+def mask_without(ids: Iterable[int], n_tokens: int, vocab: int) -> np.ndarray:
+    """uint32 [ceil(vocab / 32)]: a mask of the ids below `n_tokens` except these."""
+    bits = np.zeros(32 * mask_words(vocab), np.uint8)
+    bits[:n_tokens] = 1
+    bits[list(ids)] = 0
+    return _packed(bits)
+
+
+def _packed(bits: np.ndarray) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 

@@ -47,8 +47,8 @@ GEMMA_TEMPLATE = """\
 """
 
 
-# Gemma 4's format with thinking off: a system role, roles in any order, consecutive model messages are one turn,
-# thoughts are removed.
+# Gemma 4's format: a system role, roles in any order, consecutive model messages are one turn, thoughts are removed.
+# enable_thinking: the system turn, opened for it, begins with <|think|>.
 GEMMA4_TEMPLATE = """\
 {{ bos_token }}
 {%- macro text(content) -%}
@@ -61,12 +61,16 @@ GEMMA4_TEMPLATE = """\
     {%- endif -%}
 {%- endmacro -%}
 {%- set names = {'assistant': 'model', 'model': 'model', 'user': 'user', 'system': 'system', 'developer': 'system'} -%}
+{%- if enable_thinking and messages and names.get(messages[0]['role']) != 'system' -%}
+    {{ '<|turn>system\n<|think|>\n<turn|>\n' }}
+{%- endif -%}
 {%- for message in messages -%}
     {%- if message['role'] not in names -%}{{ raise_exception('no role is called ' + message['role']) }}{%- endif -%}
     {%- set role = names[message['role']] -%}
     {%- set before = names[loop.previtem['role']] if not loop.first else '' -%}
     {%- set after = names.get(loop.nextitem['role'], '') if not loop.last else '' -%}
     {%- if role != 'model' or before != 'model' -%}{{ '<|turn>' + role + '\n' }}{%- endif -%}
+    {%- if enable_thinking and loop.first and role == 'system' -%}{{ '<|think|>\n' }}{%- endif -%}
     {%- if role == 'model' -%}{{ text(message['content']).split('<channel|>')[-1] | trim }}
     {%- else -%}{{ text(message['content']) }}{%- endif -%}
     {%- if role != 'model' or after != 'model' -%}{{ '<turn|>\n' }}{%- endif -%}
@@ -105,14 +109,16 @@ def render(
     generate: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     guard: str = "",
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Text of a conversation. special: `Tokenizer.special`. generate: append the start of the model's turn. tools: tool
-    descriptions for the template. guard: as of `written`. ChatError for invalid messages, an invalid template, or a
-    template that does not terminate."""
+    descriptions for the template. guard: as of `written`. variables: further ones of the template. ChatError for invalid
+    messages, an invalid template, or a template that does not terminate."""
     for index, message in enumerate(messages):
         if "role" not in message or not ("content" in message or "tool_calls" in message):
             raise ChatError(f"message {index} needs a role and a content")
-    variables = {
+    given = {
+        **(variables or {}),
         "messages": [_given(m) for m in messages],
         "tools": None if tools is None else list(tools),
         "documents": None,
@@ -120,9 +126,9 @@ def render(
         GUARD: guard,
         **({"bos_token": "<bos>"} if special is None else special),
     }
-    most = OUTPUT + 4 * sum(len(text) for text in _texts([*messages, *(tools or ())]))
+    most = OUTPUT + 4 * sum(len(text) for text in _texts([*messages, *(tools or ()), variables]))
     # Templates from files run in a process that can be killed.
-    return (expand if template in OWN_TEMPLATES.values() else expand_apart)(template, variables, most)
+    return (expand if template in OWN_TEMPLATES.values() else expand_apart)(template, given, most)
 
 
 def _given(message: Message) -> dict[str, Any]:
@@ -152,16 +158,35 @@ def written(
     template: str | None = None,
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    generate: bool = True,
+    continued: bool = False,
 ) -> tuple[str, str]:
-    """(rendered conversation, guard character that escapes control tokens inside messages: `Tokenizer.encode`). Slow: a
+    """(rendered conversation, guard character that escapes control tokens inside messages: `Tokenizer.encode`).
+    variables, generate: of `render`. continued: instead of a new turn, up to the end of the last message. Slow: a
     template from a file runs in a separate process."""
     source = template_of(tokenizer, template)
     if not _READS_PARTS.search(source):
         messages = [_joined(m) for m in messages]
-    guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [source]))
-    quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
-    offered = _nested(tokenizer, tools, guard) if guard else tools
-    return render(quoted, source, tokenizer.special, tools=offered, guard=guard), guard
+    texts = chain(_texts([*messages, *(tools or ()), variables]), [source])
+    guard, end = _unused(texts)
+    if continued:
+        messages = [*messages[:-1], _ended(messages[-1], end)]
+    if parse_special:
+        guard = ""
+    else:
+        messages = [_quoted(tokenizer, m, guard) for m in messages]
+        tools = _nested(tokenizer, tools, guard)
+        variables = {name: _nested(tokenizer, value, guard) for name, value in (variables or {}).items()}
+    generate = generate and not continued
+    text = render(messages, source, tokenizer.special, generate, tools, guard, variables)
+    if not continued:
+        return text, guard
+    begin, found, _ = text.rpartition(end)
+    if not found:
+        raise ChatError("the chat template does not write the last message: it cannot be continued")
+    return begin.replace(end, ""), guard
 
 
 def encode(
@@ -187,10 +212,21 @@ def _texts(value: Any) -> Iterator[str]:
         yield from chain.from_iterable(map(_texts, value))
 
 
-def _guard(texts: Iterable[str]) -> str:
-    """A Unicode noncharacter that occurs in none of the texts."""
+def _unused(texts: Iterable[str]) -> tuple[str, str]:
+    """Two Unicode noncharacters that occur in none of the texts."""
     used = set(chain.from_iterable(texts))
-    return next(c for c in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))) if c not in used)
+    free = (c for c in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))) if c not in used)
+    return next(free), next(free)
+
+
+def _ended(message: Message, end: str) -> Message:
+    """A message whose text ends with `end`. ChatError for one without text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + end}
+    if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}]}
+    raise ChatError("the last message has no text that could be continued")
 
 
 def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:

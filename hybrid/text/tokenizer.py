@@ -23,8 +23,8 @@ from hybrid.text.pieces import Pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
 SPACE = "\u2581"
 TURN_ENDS = ("<end_of_turn>", "<turn|>")
-END_TEXTS = ("<eos>", *TURN_ENDS, "<|tool_response>")
-"""<|tool_response>: Gemma 4 generates it to wait for a tool's result."""
+END_TEXTS = ("<eos>", *TURN_ENDS, "<|tool_response>", "<start_function_response>")
+"""The last two: Gemma 4 and FunctionGemma generate them to wait for a tool's result."""
 MARKERS = (
     "<start_of_turn>",
     "<end_of_turn>",
@@ -43,8 +43,8 @@ MARKERS = (
     "<|audio|>",
     "<|video|>",
 )
-"""Gemma's control tokens by text, since some files have another type for them. Gemma 4's marks of thoughts and tool
-calls are excluded: they are printed."""
+"""Gemma's control tokens by text, since some files have another type for them. The marks of thoughts and tool calls are
+excluded: they are printed."""
 PRINTED_MARKS = (
     "<|channel>",
     "<channel|>",
@@ -53,8 +53,15 @@ PRINTED_MARKS = (
     "<|tool_response>",
     "<tool_response|>",
     '<|"|>',
+    "<start_function_declaration>",
+    "<end_function_declaration>",
+    "<start_function_call>",
+    "<end_function_call>",
+    "<start_function_response>",
+    "<end_function_response>",
+    "<escape>",
 )
-"""Those marks: user-defined pieces, escaped in messages (`quote`)."""
+"""Those marks, Gemma 4's and FunctionGemma's: user-defined pieces, escaped in messages (`quote`)."""
 _IDS = ("bos_id", "eos_id", "unk_id", "pad_id", "after_id")
 _CACHED_WORDS = 1 << 16
 _LONG_WORD = 4096
