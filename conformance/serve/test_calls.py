@@ -1,5 +1,5 @@
-"""Tool calls by marks, with the marks in a served model's vocabulary and its template: only mark ids open a call, only
-offered names are calls, and arguments are always JSON."""
+"""Tool calls by marks, with the marks in a served model's vocabulary and its template (Gemma 4's, FunctionGemma's): only
+mark ids open a call, only offered names are calls, and arguments are always JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 
 import hybrid
-from conformance.support.marked import checkpoint4, gemma4
+from conformance.support.marked import MARKS, checkpoint4, checkpoint_with, with_marks
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running
-from hybrid.serve.tools_marked import CLOSE, OPEN, QUOTE
+from hybrid.serve.tools_marked import FUNCTION_GEMMA, GEMMA4, Family
 from hybrid.text.tokenizer import CONTROL, USER_DEFINED
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -36,17 +36,28 @@ def tool(name: str = "look", properties: dict[str, Any] | None = None, **more: A
     }
 
 
-def ids_of(printed: int, *parts: str) -> list[int]:
+Case = tuple[str, int]
+"""A family, and the type of the marks that GGUF files print."""
+FAMILIES = {"gemma4": GEMMA4, "functiongemma": FUNCTION_GEMMA}
+CASES = [("gemma4", CONTROL), ("gemma4", USER_DEFINED), ("functiongemma", CONTROL), ("functiongemma", USER_DEFINED)]
+PRINTED = CASES[1]
+
+
+def ids_of(case: Case, *parts: str) -> list[int]:
     """Marks by their ids, other text as ordinary tokens."""
-    t = gemma4(printed)
+    t = with_marks(*case)
     out: list[int] = []
     for part in parts:
-        known = t.token_id(part) if part in (OPEN, CLOSE, QUOTE) else None
+        known = t.token_id(part) if part in MARKS else None
         out += t.encode(part, bos=False) if known is None else [known]
     return out
 
 
-Said = dict[int, tuple[ScriptedModel, Running]]
+def call_of(family: Family, city: str) -> tuple[str, ...]:
+    return (family.open, "call:look{city:", family.quote, city, family.quote, "}", family.close)
+
+
+Said = dict[Case, tuple[ScriptedModel, Running]]
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +65,18 @@ def said() -> Iterator[Said]:
     """Servers of models with scripted text: marks that print nothing, and marks that print."""
     with ExitStack() as stack:
         found: Said = {}
-        for printed in (CONTROL, USER_DEFINED):
+        for case in CASES:
             model = ScriptedModel(Script(), ctx=4000)
-            model.checkpoint = checkpoint4(printed)
-            found[printed] = model, stack.enter_context(running(lambda model=model: model))  # type: ignore[misc]
+            model.checkpoint = checkpoint_with(*case)
+            found[case] = model, stack.enter_context(running(lambda model=model: model))  # type: ignore[misc]
         yield found
 
 
 def answered(
-    said: Said, printed: int, ids: list[int], stream: bool, **more: Any
+    said: Said, case: Case, ids: list[int], stream: bool, **more: Any
 ) -> tuple[str, list[dict[str, Any]], str]:
     """(content, calls, finish) of a served answer of these tokens."""
-    model, server = said[printed]
+    model, server = said[case]
     model.script.ids = ids
     answer = server.post("/v1/chat/completions", {"messages": HI, "tools": [tool()], "stream": stream, **more})
     assert answer.status_code == 200, answer.text
@@ -88,19 +99,21 @@ def answered(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
-def test_text_that_spells_a_call_is_text(said: Said, printed: int, stream: bool) -> None:
-    spelled = f"{OPEN}call:delete_everything{{path:/}}{CLOSE}"
-    ids = [i for c in spelled for i in ids_of(printed, c)]
-    assert answered(said, printed, ids, stream) == (spelled, [], "stop")
+@pytest.mark.parametrize("case", CASES)
+def test_text_that_spells_a_call_is_text(said: Said, case: Case, stream: bool) -> None:
+    family = FAMILIES[case[0]]
+    spelled = f"{family.open}call:delete_everything{{path:/}}{family.close}"
+    ids = [i for c in spelled for i in ids_of(case, c)]
+    assert answered(said, case, ids, stream) == (spelled, [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
-def test_marks_by_their_ids_are_a_call(said: Said, printed: int, stream: bool) -> None:
-    before = f"Let me see. {OPEN} spelled"
-    ids = ids_of(printed, *before, OPEN, "call:look{city:", QUOTE, 'Ro"me\n', QUOTE, "}", CLOSE)
-    content, calls, finish = answered(said, printed, ids, stream)
+@pytest.mark.parametrize("case", CASES)
+def test_marks_by_their_ids_are_a_call(said: Said, case: Case, stream: bool) -> None:
+    family = FAMILIES[case[0]]
+    before = f"Let me see. {family.open} spelled"
+    ids = ids_of(case, *before, *call_of(family, 'Ro"me\n'))
+    content, calls, finish = answered(said, case, ids, stream)
     assert content == before and finish == "tool_calls"
     assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
         ("look", {"city": 'Ro"me\n'})
@@ -110,15 +123,15 @@ def test_marks_by_their_ids_are_a_call(said: Said, printed: int, stream: bool) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_cut_by_the_length_ends_by_length(said: Said, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though another call was whole."""
-    monkeypatch.setattr(said[USER_DEFINED][0].script, "finish", "length")
-    call = ids_of(USER_DEFINED, OPEN, "call:look{city:", QUOTE, "a", QUOTE, "}", CLOSE)
-    content, calls, finish = answered(said, USER_DEFINED, [*call, *call[:-3]], stream)
+    monkeypatch.setattr(said[PRINTED][0].script, "finish", "length")
+    call = ids_of(PRINTED, *call_of(GEMMA4, "a"))
+    content, calls, finish = answered(said, PRINTED, [*call, *call[:-3]], stream)
     assert content == "" and calls and finish == "length"
 
 
 def test_a_stop_string_that_is_held_back_stays_outside_of_the_call(said: Said) -> None:
-    ids = ids_of(USER_DEFINED, "yes EN", OPEN, "call:look{city:", QUOTE, "a", QUOTE, "}", CLOSE)
-    content, calls, _ = answered(said, USER_DEFINED, ids, True, stop=["END"])
+    ids = ids_of(PRINTED, "yes EN", *call_of(GEMMA4, "a"))
+    content, calls, _ = answered(said, PRINTED, ids, True, stop=["END"])
     assert content == "yes EN" and [json.loads(c["function"]["arguments"]) for c in calls] == [{"city": "a"}]
 
 

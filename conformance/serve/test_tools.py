@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -14,15 +13,17 @@ import jsonschema
 import openai
 import pytest
 
+from conformance.support.marked import TEMPLATES, with_marks
 from conformance.support.paths import DEMO
 from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
-from hybrid.serve.grammars import MARKS, Grammars, marks_of
+from hybrid.serve.answers import Answer
+from hybrid.serve.grammars import Grammars
 from hybrid.serve.responses_wire import ResponsesRequest
 from hybrid.serve.tools import Format, Offer, parameters
 from hybrid.serve.tools_json import JSON
-from hybrid.serve.tools_marked import marked
+from hybrid.serve.tools_marked import FUNCTION_GEMMA, GEMMA4, marked
 from hybrid.serve.wire import Message, Tool
 from hybrid.text.tokenizer import USER_DEFINED, StreamDecoder, Tokenizer
 
@@ -54,21 +55,15 @@ RAW = [
 TOOLS = [f for t in RAW if (f := Tool.model_validate(t).function)]
 
 
-@cache
-def with_marks() -> Tokenizer:
-    """The embedded tokenizer with the marks of tool calls in place of three pieces."""
-    tokenizer = open_checkpoint(DEMO).tokenizer
-    v = tokenizer.vocabulary
-    pieces, types = list(v.pieces), list(v.types)
-    for n, mark in enumerate(MARKS):
-        pieces[300 + n], types[300 + n] = mark, USER_DEFINED
-    return Tokenizer(replace(v, pieces=tuple(pieces), types=tuple(types)), tokenizer.eos_ids)
+FAMILIES = {"gemma4": GEMMA4, "functiongemma": FUNCTION_GEMMA}
 
 
 @cache
 def family(name: str) -> tuple[Tokenizer, Grammars, Format]:
-    tokenizer = with_marks() if name == "marked" else open_checkpoint(DEMO).tokenizer
-    kind = (marked(tokenizer) if name == "marked" else None) or JSON
+    """The embedded tokenizer, but for `json` with the marks of tool calls."""
+    tokenizer = open_checkpoint(DEMO).tokenizer if name == "json" else with_marks(name, USER_DEFINED)
+    kind = JSON if name == "json" else marked(tokenizer, TEMPLATES[name])
+    assert kind is not None
     return tokenizer, Grammars(tokenizer, tokenizer.n_rows), kind
 
 
@@ -76,7 +71,8 @@ def read(
     kind: Format, offered: Offer, tokenizer: Tokenizer, ids: list[int], seed: int
 ) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
     """(content, the reader's calls, the calls that the deltas build) of tokens whose text comes late, cut at random."""
-    reader, cut, deltas, text, decoder = kind.reader(offered), random.Random(seed), [], "", StreamDecoder(tokenizer)
+    reader, cut, deltas = Answer(tokenizer, None, kind.reader(offered)), random.Random(seed), list[dict[str, Any]]()
+    text, decoder = "", StreamDecoder(tokenizer)
     for token in ids:
         text += decoder.push(token)
         n = cut.randint(0, len(text))
@@ -94,7 +90,7 @@ def read(
     return "".join(d.get("content", "") for d in deltas), reader.calls, joined
 
 
-@pytest.mark.parametrize("name", ["json", "marked"])
+@pytest.mark.parametrize("name", ["json", *FAMILIES])
 @pytest.mark.parametrize(
     ("offered", "least", "most"),
     [
@@ -106,7 +102,7 @@ def read(
 )
 def test_calls_that_the_grammar_allows_are_parsed(name: str, offered: Offer, least: int, most: int) -> None:
     tokenizer, grammars, kind = family(name)
-    begin = tokenizer.encode("[", bos=False) if name == "json" else [marks_of(tokenizer)[MARKS[0]]]
+    begin = tokenizer.encode("[", bos=False) if name == "json" else [tokenizer.token_id(FAMILIES[name].open)]
     ended = 0
     for seed in range(14):
         constraint = grammars.constraint(kind.larks(offered, (None, False)), "tools")
@@ -184,14 +180,14 @@ def test_a_conversation_that_ends_on_results() -> None:
     ):  # it is written as the model itself writes it
         assert family("json")[0] and (constraint.mask()[token // 32] >> (token % 32)) & 1  # type: ignore[index]
         constraint.accept(token)
-    _, _, kind = family("marked")
+    _, _, kind = family("gemma4")
     turns, tools = kind.turns(messages, Offer(TOOLS))
     assert tools is not None and [t["function"]["name"] for t in tools] == ["weather", "plan", "now"]
     assert turns[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "kind": "dry"}
     assert turns[3] == {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": "a"}
 
 
-@pytest.mark.parametrize("name", ["json", "marked"])
+@pytest.mark.parametrize("name", ["json", "gemma4"])
 def test_an_id_used_again_names_the_call_nearest_before(name: str) -> None:
     def called(function: str) -> dict[str, Any]:
         call = {"id": "call_0", "type": "function", "function": {"name": function, "arguments": "{}"}}
@@ -208,7 +204,7 @@ def test_an_id_used_again_names_the_call_nearest_before(name: str) -> None:
         assert [t["name"] for t in turns if t["role"] == "tool"] == ["weather", "now"]
 
 
-@pytest.mark.parametrize("name", ["json", "marked"])
+@pytest.mark.parametrize("name", ["json", "gemma4"])
 def test_parts_reach_the_template(name: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turns, _ = family(name)[2].turns([Message.model_validate({"role": "user", "content": parts})], None)

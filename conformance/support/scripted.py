@@ -19,7 +19,7 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.handle import Handle
 from hybrid.engine.request import Event, Options, Request, Wakeups
-from hybrid.engine.sampling import Constraint
+from hybrid.engine.sampling import Constraint, mask_without
 from hybrid.engine.stats import Metrics, TokenLogprob, Total
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -140,7 +140,7 @@ class ScriptedModel:
         wakeups.send()
 
 
-CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>')
+CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>', "<end_function_call>", "<escape>", "<channel|>")
 """Pieces that bring structured text nearer to its end."""
 
 
@@ -152,7 +152,7 @@ def walk(constraint: Constraint, tokenizer: Tokenizer, seed: int, begin: Sequenc
     ends = np.array(sorted(tokenizer.eos_ids))
     for n in range(1 << 20):
         mask = constraint.mask()
-        assert mask is not None
+        mask = mask_without((), tokenizer.n_tokens, tokenizer.n_rows) if mask is None else mask
         allowed = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little").astype(bool)
         closing = [i for i in nearer if allowed[i]]
         may_end = allowed[ends].any()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hybrid.serve import options, tools
+from hybrid.serve import options, thinking, tools
+from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import ChatForm, CompletionForm, Echo, Head, Reader
 from hybrid.serve.http import Json, JsonRoute, packed
@@ -71,7 +73,7 @@ def router(service: Service) -> APIRouter:
         model = service.model(body.model)
         if body.messages is not None:
             messages, _ = service.tool_format(model).turns(body.messages, None)
-            text, guard = await service.written(request, model, messages)
+            text, guard = await service.written(request, model, messages, **thinking.template(body))
             ids = await service.tokenize(request, model, text, True, guard)
         else:
             ids = await service.tokenize(request, model, body.prompt or "", body.add_special_tokens)
@@ -134,7 +136,7 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     service.check_length(model, sum(len(m.text().strip()) for m in body.messages))
     messages, described = kind.turns(body.messages, offered)
-    text, guard = await service.written(request, model, messages, described)
+    text, guard = await service.written(request, model, messages, described, **thinking.template(body))
     ids = await service.encode(request, model, text, guard=guard)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -143,6 +145,9 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     )
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
     notes += ["nothing is stored"] if body.store else []
+    channel = thinking.channel_of(model, ids)
+    if channel is None and body.reasoning_effort not in (None, "none"):
+        notes.append("this model does not think, whatever the effort")
     constraints: list[Any] = [None] * n
     if offered is not None:
         try:
@@ -156,8 +161,14 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     if constraints[0] is not None and constraints[0].which:
         how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
         notes.append(f"a schema is followed {how}")
+    if channel is not None:
+        constraints = thinking.bounded(model, body, ids, channel, shared["max_tokens"], constraints)
+        shared["thought"] = channel.opening, channel.closing
     jobs = [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
-    readers = [None if offered is None else kind.reader(offered) for _ in range(n)]
+    readers: list[Reader | None] = [None] * n
+    if channel is not None or offered is not None:
+        parsers = [None if offered is None else kind.reader(offered) for _ in range(n)]
+        readers = [Answer(model.checkpoint.tokenizer, copy(channel), parser) for parser in parsers]
     return Asked(model, jobs, _head(service, model, body, top, len(ids)), readers, notes)
 
 

@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from hybrid.engine.stats import TokenLogprob
 from hybrid.serve.errors import ApiError
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item
+from hybrid.text.marks import Channel
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 FINISH = {
@@ -26,6 +28,10 @@ FINISH = {
     "cancelled": "length",
 }
 """OpenAI's finish_reason by ours; OpenAI has none for a time limit."""
+
+
+TEXTS = ("content", "reasoning_content")
+"""Deltas that hold text."""
 
 
 class Form(Protocol):
@@ -48,10 +54,13 @@ class Form(Protocol):
 
 
 class Reader(Protocol):
-    """Streaming parser that separates tool calls from text."""
+    """Streaming parser that separates thoughts and tool calls from text."""
+
+    channel: Channel | None
+    """Where the pushed tokens are; None for a vocabulary without thoughts."""
 
     def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The deltas of an event: {"content": text} or {"tool_calls": [...]}."""
+        """The deltas of an event: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
 
     def end(self) -> list[dict[str, Any]]:
         """Deltas of the buffered rest."""
@@ -95,9 +104,12 @@ class Tokens:
         return {**self.entry(t.id, t.logprob), "top_logprobs": [self.entry(i, p) for i, p in t.top[:top]]}
 
 
-def usage(done: Sequence[Completion | None], prompts: Sequence[int]) -> dict[str, Any]:
+def usage(
+    done: Sequence[Completion | None], prompts: Sequence[int], readers: Sequence[Reader | None] = ()
+) -> dict[str, Any]:
     """The usage object. done: completion of each choice. prompts: index of each prompt's first choice, since a prompt
-    counts once."""
+    counts once. readers: of the choices."""
+    thoughts = sum(r.channel.tokens for r in readers if r is not None and r.channel is not None)
     ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
@@ -110,7 +122,7 @@ def usage(done: Sequence[Completion | None], prompts: Sequence[int]) -> dict[str
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(ended[i].cached_tokens for i in prompts), "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **drafts},
+        "completion_tokens_details": {"reasoning_tokens": thoughts, "audio_tokens": 0, **drafts},
     }
 
 
@@ -135,15 +147,20 @@ class Head:
     usage: bool = False
     every_usage: bool = False
 
-    def logprobs(self, events: Sequence[Event]) -> list[TokenLogprob]:
-        """Logprobs of the events' tokens that are part of a message."""
-        return [p for e in events for p in e.logprobs or () if p.id not in self.ends] if self.top is not None else []
+    def logprobs(self, events: Sequence[Event], reader: Reader | None) -> list[TokenLogprob]:
+        """Logprobs of the events' tokens that are part of a message. Before the reader gets the events."""
+        if self.top is None:
+            return []
+        channel = copy(reader.channel) if reader is not None else None
+        found = [p for e in events for p in e.logprobs or () if channel is None or not channel.take(p.id)]
+        return [p for p in found if p.id not in self.ends]
 
 
 class _Choices:
     """Base of chat and completions: the head of every object, finished choices, the usage chunk."""
 
     prefix, chunk_object, whole_object = "", "", ""
+    _readers: Sequence[Reader | None] = ()
 
     def __init__(self, head: Head, count: int, prompts: Sequence[int]) -> None:
         self.head = head
@@ -169,9 +186,7 @@ class _Choices:
     def close(self) -> bytes:
         out = b""
         if self.head.usage:
-            out = event(
-                {**self._same, "object": self.chunk_object, "choices": [], "usage": usage(self.done, self._prompts)}
-            )
+            out = event({**self._same, "object": self.chunk_object, "choices": [], "usage": self._usage()})
         return out + DONE
 
     def fail(self, error: ApiError) -> bytes:
@@ -179,14 +194,17 @@ class _Choices:
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole(i) for i in range(len(self.done))]
-        return {**self._same, "object": self.whole_object, "choices": choices, "usage": usage(self.done, self._prompts)}
+        return {**self._same, "object": self.whole_object, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.done, self._prompts, self._readers)
 
     def _whole(self, index: int) -> dict[str, Any]:
         raise NotImplementedError
 
 
 def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
-    """The deltas of a choice's events, with adjacent text joined. reader: if tools may be called."""
+    """The deltas of a choice's events, with adjacent text joined. reader: if it may think or call tools."""
     if reader is None:
         text = "".join(e.text for e in item.events)
         return [{"content": text}] if text else []
@@ -197,22 +215,23 @@ def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
         deltas += reader.end()
     out: list[dict[str, Any]] = []
     for delta in deltas:
-        if out and "content" in delta and "content" in out[-1]:
-            out[-1] = {"content": out[-1]["content"] + delta["content"]}
+        key = next(iter(delta))
+        if out and key in out[-1] and key in TEXTS:
+            out[-1] = {key: out[-1][key] + delta[key]}
         else:
             out.append(delta)
     return out
 
 
 class ChatForm(_Choices):
-    """chat.completion and chat.completion.chunk. readers: one for each choice; None if no tools may be called."""
+    """chat.completion and chat.completion.chunk. readers: one for each choice; None if it can only be text."""
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
     def __init__(self, head: Head, readers: Sequence[Reader | None]) -> None:
         super().__init__(head, len(readers), [0])
         self._readers = readers
-        self._text: list[list[str]] = [[] for _ in readers]
+        self._texts: list[dict[str, list[str]]] = [{key: [] for key in TEXTS} for _ in readers]
         self._logprobs: list[list[dict[str, Any]] | None] = [None if head.top is None else [] for _ in readers]
 
     def open(self) -> bytes:
@@ -222,14 +241,17 @@ class ChatForm(_Choices):
     def push(self, item: Item) -> bytes:
         i = item.choice
         self._generated += sum(len(e.ids) for e in item.events)
+        said = self.head.logprobs(item.events, self._readers[i])
+        fresh = [self.head.tokens.chat(p, self.head.top or 0) for p in said]
         deltas = read(self._readers[i], item)
-        fresh = [self.head.tokens.chat(p, self.head.top or 0) for p in self.head.logprobs(item.events)]
         if (kept := self._logprobs[i]) is not None:
             kept += fresh
-        self._text[i] += [d["content"] for d in deltas if "content" in d]
-        if fresh and not deltas:
-            deltas = [{"content": ""}]
-        out = [self._delta(i, d, fresh if n == 0 else None) for n, d in enumerate(deltas)]
+        for key, texts in self._texts[i].items():
+            texts += [d[key] for d in deltas if key in d]
+        at = next((n for n, d in enumerate(deltas) if "reasoning_content" not in d), len(deltas))
+        if fresh and at == len(deltas):
+            deltas = [*deltas, {"content": ""}]
+        out = [self._delta(i, d, fresh if n == at else None) for n, d in enumerate(deltas)]
         if item.done is not None:
             self.done[i] = item.done
             out.append(self._delta(i, {}, None, self._finish(i)))
@@ -249,8 +271,10 @@ class ChatForm(_Choices):
     def _whole(self, index: int) -> dict[str, Any]:
         reader, kept = self._readers[index], self._logprobs[index]
         calls = reader.calls if reader is not None else []
-        text = "".join(self._text[index])
+        text, thought = ("".join(self._texts[index][key]) for key in TEXTS)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
         shown = None if kept is None else {"content": kept, "refusal": None}

@@ -30,10 +30,9 @@ from hybrid.engine.sampling import Constraint, mask_of, mask_words
 from hybrid.serve.errors import InvalidSchema, bad_request, busy
 from hybrid.text import grammar_worker as worker
 from hybrid.text.grammar_worker import HEAD
-from hybrid.text.tokenizer import Tokenizer
+from hybrid.text.marks import ids_of
+from hybrid.text.tokenizer import PRINTED_MARKS, Tokenizer
 
-MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>')
-"""Special tokens in grammars, which are never part of a text, regardless of their token type."""
 MISSING = "response_format and tools need llguidance, which is not installed (pip install hybrid-kernels[serve])"
 MASK_SECONDS = 5.0
 """Timeout of a mask, after which its request fails."""
@@ -55,11 +54,6 @@ def missing() -> str | None:
     if importlib.util.find_spec("llguidance") is None:
         return MISSING
     return None if hasattr(os, "fork") else "response_format and tools need a system that can fork processes"
-
-
-def marks_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of the marks in a tokenizer's vocabulary."""
-    return {m: i for m in MARKS if (i := tokenizer.token_id(m)) is not None}
 
 
 class Grammars:
@@ -158,7 +152,8 @@ class _Source:
             )
         self._control, self._lock = ours, threading.Lock()
         ours.settimeout(START_SECONDS)
-        data = pickle.dumps((tokenizer, tuple(marks_of(tokenizer).values())))
+        special = ids_of(tokenizer, PRINTED_MARKS)  # never part of a text, regardless of their token type
+        data = pickle.dumps((tokenizer, tuple(special.values())))
         with contextlib.suppress(OSError):  # it has exited; `fork` raises
             ours.sendall(struct.pack("<Q", len(data)) + data)
 

@@ -12,10 +12,12 @@ from hybrid.serve.forms import FINISH, Head, Reader, read, usage
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item
 
+_TEXTS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text")}
+"""Items of text: beginning of the id, type of the part."""
+
 
 class ResponsesForm:
-    """An answer of /v1/responses. asked: request fields that the answer repeats. reader: None if no tools may be
-    called."""
+    """An answer of /v1/responses. asked: request fields that the answer repeats. reader: None if it can only be text."""
 
     def __init__(self, head: Head, asked: dict[str, Any], reader: Reader | None) -> None:
         self._head: dict[str, Any] = {
@@ -40,12 +42,14 @@ class ResponsesForm:
         )
 
     def push(self, item: Item) -> bytes:
-        deltas = read(self._reader, item)
-        logprobs = [self._of.tokens.chat(p, self._of.top or 0) for p in self._of.logprobs(item.events)]
+        said = self._of.logprobs(item.events, self._reader)
+        logprobs = [self._of.tokens.chat(p, self._of.top or 0) for p in said]
         out = b""
-        for delta in deltas:
+        for delta in read(self._reader, item):
+            if "reasoning_content" in delta:
+                out += self._say("reasoning", delta["reasoning_content"], {})
             if "content" in delta:
-                out += self._say(delta["content"], logprobs)
+                out += self._say("message", delta["content"], {"logprobs": logprobs})
                 logprobs = []
             for call in delta.get("tool_calls", ()):
                 out += self._call(call)
@@ -71,12 +75,12 @@ class ResponsesForm:
     def _object(self, status: str) -> dict[str, Any]:
         counted = None
         if self._done is not None:
-            u = usage([self._done], [0])
+            u = usage([self._done], [0], [self._reader])
             counted = {
                 "input_tokens": u["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": u["prompt_tokens_details"]["cached_tokens"]},
                 "output_tokens": u["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": u["completion_tokens_details"]["reasoning_tokens"]},
                 "total_tokens": u["total_tokens"],
             }
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -93,30 +97,26 @@ class ResponsesForm:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
-    def _say(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+    def _say(self, kind: str, text: str, more: dict[str, Any]) -> bytes:
+        """Text of a message, or of a thought. more: lists that the part collects beside it."""
         out = b""
-        if not self._items or self._items[-1]["type"] != "message":
+        if not self._items or self._items[-1]["type"] != kind:
             out += self._end_item()
-            item = {
-                "id": f"msg_{secrets.token_hex(12)}",
-                "type": "message",
-                "role": "assistant",
-                "status": "in_progress",
-            }
+            prefix, text_type = _TEXTS[kind]
+            item: dict[str, Any] = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+            item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
             out += self._event(
                 "response.output_item.added", output_index=len(self._items), item={**item, "content": []}
             )
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            part: dict[str, Any] = {"type": text_type, "text": ""}
+            part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
             self._items.append({**item, "content": [part]})
-            out += self._event(
-                "response.content_part.added", **self._place(), content_index=0, part=dict(part, logprobs=[])
-            )
+            out += self._event("response.content_part.added", **self._place(), content_index=0, part=part)
         part = self._items[-1]["content"][0]
         part["text"] += text
-        part["logprobs"] += logprobs
-        return out + self._event(
-            "response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs
-        )
+        for key, values in more.items():
+            part[key] += values
+        return out + self._event(f"response.{part['type']}.delta", **self._place(), content_index=0, delta=text, **more)
 
     def _call(self, call: dict[str, Any]) -> bytes:
         out, function = b"", call["function"]
@@ -148,15 +148,10 @@ class ResponsesForm:
         cut = self._done is not None and FINISH[self._done.finish] == "length"
         item["status"] = "incomplete" if cut else "completed"
         out = b""
-        if item["type"] == "message":
+        if item["type"] in _TEXTS:
             part = item["content"][0]
-            out += self._event(
-                "response.output_text.done",
-                **self._place(),
-                content_index=0,
-                text=part["text"],
-                logprobs=part["logprobs"],
-            )
+            said = {key: part[key] for key in ("text", "logprobs") if key in part}
+            out += self._event(f"response.{part['type']}.done", **self._place(), content_index=0, **said)
             out += self._event("response.content_part.done", **self._place(), content_index=0, part=part)
         else:
             arguments = {"name": item["name"], "arguments": item["arguments"]}

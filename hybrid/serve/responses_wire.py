@@ -60,15 +60,23 @@ class InputResult(Wire):
     caller: dict[str, Any] | None = None
 
 
+class ThoughtPart(Wire):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+Thought = Annotated[list[ThoughtPart], FirstError(), Field(max_length=MESSAGES)]
+
+
 class InputReasoning(Wire):
-    """Accepted and ignored: clients send reasoning items back."""
+    """A thought that clients send back. Other models' summaries and encrypted thoughts are ignored."""
 
     type: Literal["reasoning"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_the_rest(cls, value: Any) -> Any:
-        return {"type": value.get("type")} if isinstance(value, dict) else value
+    content: Thought | None = None
+    summary: Thought | None = None
+    id: str | None = None
+    status: str | None = None
+    encrypted_content: str | None = None
 
 
 def _item_kind(value: Any) -> str | None:
@@ -150,12 +158,16 @@ class TextOptions(Wire):
 
 
 class Reasoning(Wire):
-    """Validated as in OpenAI's API, and ignored."""
+    """`effort` is reasoning_effort of chat; the others are validated as in OpenAI's API, and ignored."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: str | None = None
+
+
+SHARED = ("model", "stream", "parallel_tool_calls", "store", "chat_template_kwargs", "thinking_token_budget")
+"""Fields of chat requests with the same name and meaning, beside those of sampling."""
 
 
 class ResponsesRequest(SamplingFields):
@@ -170,7 +182,10 @@ class ResponsesRequest(SamplingFields):
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=I32)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """Ignored: prompts that are too long are refused."""
@@ -183,7 +198,6 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning: Reasoning | None = None
     stream_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -221,13 +235,14 @@ class ResponsesRequest(SamplingFields):
 
     def chat(self) -> ChatRequest:
         """The equivalent chat request. ApiError if there is none."""
-        copied = (*SamplingFields.model_fields, "model", "stream", "parallel_tool_calls", "store")
+        copied = (*SamplingFields.model_fields, *SHARED)
         body: dict[str, Any] = {k: getattr(self, k) for k in copied}
         body["messages"] = [
             *([{"role": "system", "content": self.instructions}] if self.instructions else ()),
             *self._messages(),
         ]
         body["max_completion_tokens"] = self.max_output_tokens
+        body["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
@@ -253,7 +268,11 @@ class ResponsesRequest(SamplingFields):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         out: list[dict[str, Any]] = []
+        thought = ""  # before the next item of the assistant
         for item in self.input:
+            if isinstance(item, InputReasoning):
+                thought = "".join(p.text for p in item.content or ())
+                continue
             if isinstance(item, InputMessage):
                 out.append({"role": item.role, "content": content_of(item.content)})
             elif isinstance(item, InputResult):
@@ -264,9 +283,11 @@ class ResponsesRequest(SamplingFields):
                     "type": "function",
                     "function": {"name": item.name, "arguments": item.arguments},
                 }
-                if not out or out[-1]["role"] != "assistant":
+                if not out or out[-1]["role"] != "assistant" or thought:
                     out.append({"role": "assistant", "content": None, "tool_calls": []})
                 out[-1].setdefault("tool_calls", []).append(call)
+            if thought and out[-1]["role"] == "assistant":
+                out[-1]["reasoning_content"], thought = thought, ""
         return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -109,13 +110,13 @@ class Service:
         return await self._texts.call(self._client(request), work, *args)
 
     async def written(
-        self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None
+        self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None, **how: Any
     ) -> tuple[str, str]:
-        """Render a conversation with the model's chat template: (text, guard) for `encode`."""
+        """Render a conversation with the model's chat template: (text, guard) for `encode`. how: of chat.written."""
         c = model.checkpoint
         template = (c.tool_template if tools is not None else None) or c.chat_template
         return await self._templates.call(
-            self._client(request), chat.written, c.tokenizer, messages, template, False, tools
+            self._client(request), partial(chat.written, **how), c.tokenizer, messages, template, False, tools
         )
 
     def check_length(self, model: Model, characters: int) -> None:
@@ -139,8 +140,7 @@ class Service:
     def tool_format(self, model: Model) -> Format:
         """The tool-call format of the model's family: marked if vocabulary and template have the marks."""
         c = model.checkpoint
-        found = marked(c.tokenizer) if "tool" in (c.tool_template or c.chat_template or "") else None
-        return found or JSON
+        return marked(c.tokenizer, c.tool_template or c.chat_template or "") or JSON
 
     async def constraints(
         self, request: Request, model: Model, grammars: Sequence[str], param: str, n: int

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybrid.serve.answers import Parser
 from hybrid.serve.errors import ApiError, bad_request
-from hybrid.serve.forms import Reader
 from hybrid.serve.schemas import LOOSER, check, loosened
 from hybrid.serve.wire import Function, Message, NamedTool, Tool, ToolChoice
 
@@ -46,7 +46,7 @@ class Format:
 
     turns: Callable[[Sequence[Message], Offer | None], tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]
     lark: Callable[[Offer, tuple[dict[str, Any] | None, bool]], str]
-    reader: Callable[[Offer], Reader]
+    reader: Callable[[Offer], Parser]
 
     def larks(self, offer: Offer, schema: tuple[dict[str, Any] | None, bool]) -> list[str]:
         """Grammars of an answer, strictest first; later ones have relaxed schemas."""

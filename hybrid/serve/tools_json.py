@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid.serve.structured import json_rule
@@ -52,6 +52,8 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
             out[-1]["content"] = _with(out[-1]["content"], content)
         else:
             out.append({"role": role, "content": content})
+        if thought := m.thought():
+            out[-1]["reasoning_content"] = thought
     if offer is not None:
         if out and out[0]["role"] == "system":
             out[0]["content"] = _with(out[0]["content"], instructions(offer))
@@ -137,6 +139,8 @@ def _opening(name: str) -> str:
 class JsonReader:
     """Streaming parser of answers of the grammar `lark`."""
 
+    marks: Mapping[str, int] = {}
+
     def __init__(self, offer: Offer) -> None:
         self._names = {t.name for t in offer.tools}
         self._openings = [begin + _opening(t.name) for t in offer.tools for begin in ("", "[")]
@@ -149,9 +153,7 @@ class JsonReader:
     def calls(self) -> list[dict[str, Any]]:
         return self._calls.made
 
-    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-        if not text:
-            return []
+    def take(self, mark: str, text: str) -> list[dict[str, Any]]:
         if self._mode == "text":
             return [{"content": text}]
         self._held += text

@@ -1,29 +1,39 @@
-"""Tool calls with special tokens, for families whose template has tools (Gemma 4). A call is
+"""Tool calls with special tokens, for families whose template has tools (Gemma 4, FunctionGemma). A call is
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-with bare keys. Strings, and keys that are not plain words, are between two <|"|>; numbers, true, false, null, lists and
-objects are as in JSON. Marks are recognised by token id only, never by their text. Calls may follow text. The reader
-converts arguments to JSON.
+with the family's marks and bare keys. Strings, and keys that are not plain words, are between two marks <|"|>; numbers,
+true, false, null, lists and objects are as in JSON. Marks are recognised by token id only, never by their text. Calls
+may follow text. The reader converts arguments to JSON.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from hybrid.serve.errors import bad_request
-from hybrid.serve.grammars import MARKS, marks_of
 from hybrid.serve.schemas import resolve
 from hybrid.serve.structured import json_rule
 from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
 from hybrid.serve.wire import Message, content_of
-from hybrid.text.tokenizer import StreamDecoder, Tokenizer
+from hybrid.text.marks import ids_of
+from hybrid.text.tokenizer import Tokenizer
 
-OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+
+class Family(NamedTuple):
+    """The marks around a call, and around a string."""
+
+    open: str
+    close: str
+    quote: str
+
+
+GEMMA4 = Family("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = Family("<start_function_call>", "<end_function_call>", "<escape>")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MOST_RULES = 2000
 _COMMA = ' "," '
@@ -47,6 +57,8 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
             ]
         if m.role == "tool":
             turn |= {"name": names[n], "tool_call_id": m.tool_call_id}
+        if thought := m.thought():
+            turn["reasoning_content"] = thought
         out.append(turn)
     tools = None if offer is None else [{"type": "function", "function": d} for d in described(offer.tools)]
     return out, tools
@@ -56,9 +68,9 @@ class _Rules:
     """Grammar rules of a schema's values in the family's format. Supports types, properties, required, items, enum,
     const and alternatives; ignores other keywords."""
 
-    def __init__(self, marks: Mapping[str, int]) -> None:
+    def __init__(self, quote: int) -> None:
         self.lines = [
-            f"quote: <[{marks[QUOTE]}]>",
+            f"quote: <[{quote}]>",
             "text: quote STRING quote",
             r"STRING: /(?s:.*)/",
             r"NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,3})?/",
@@ -151,16 +163,17 @@ def _key(key: str) -> str:
     )
 
 
-def lark_with(marks: Mapping[str, int]) -> Any:
-    """The `lark` function for a tokenizer with the marks at these ids."""
+def lark_with(family: Family, marks: Mapping[str, int]) -> Any:
+    """The `lark` function for a tokenizer with the family's marks at these ids."""
 
     def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
-        rules = _Rules(marks)
+        rules = _Rules(marks[family.quote])
         calls = []
         for t in offer.tools:
             arguments = rules.of(offer.arguments(t)[0])
             calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
-        rules.lines.append(f"call: <[{marks[OPEN]}]> ({' | '.join(calls)}) <[{marks[CLOSE]}]>")
+        begin, end = marks[family.open], marks[family.close]
+        rules.lines.append(f"call: <[{begin}]> ({' | '.join(calls)}) <[{end}]>")
         several = f"call{{1,{MOST_CALLS}}}" if offer.several else "call"
         schema, strict = answer
         if offer.required:
@@ -176,45 +189,11 @@ def lark_with(marks: Mapping[str, int]) -> Any:
     return lark
 
 
-class _Marks:
-    """Finds marks in an answer by token id and removes their text, if any. Text may lag behind its tokens (incomplete
-    characters, stop strings), so positions count characters."""
-
-    def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
-        self._names = {i: m for m, i in marks.items()}
-        self._decoder = StreamDecoder(tokenizer)
-        self._printed = self._read = 0  # characters of all tokens, and of consumed text
-        self._text = ""  # received but not consumed
-        self._found: deque[tuple[int, int, str]] = deque()  # (begin, end, mark)
-
-    def push(self, text: str, ids: Sequence[int]) -> list[tuple[str, str]]:
-        """("", text) and (mark, "") in order."""
-        for token in ids:
-            begin = self._printed
-            self._printed += len(self._decoder.push(token))
-            if (mark := self._names.get(token)) is not None:
-                self._found.append((max(begin, self._printed - len(mark)), self._printed, mark))
-        self._text += text
-        out: list[tuple[str, str]] = []
-        while self._found and self._found[0][1] <= self._read + len(self._text):
-            begin, end, mark = self._found.popleft()
-            out += [("", self._take(begin)), (mark, "")]
-            self._take(end)
-        whole = self._read + len(self._text)
-        return [*out, ("", self._take(min(whole, self._found[0][0]) if self._found else whole))]
-
-    def _take(self, until: int) -> str:
-        """Consume received text up to a position."""
-        n = until - self._read
-        text, self._text, self._read = self._text[:n], self._text[n:], until
-        return text
-
-
 class MarkedReader:
-    """Streaming parser of answers of the grammar."""
+    """Streaming parser of answers of the grammar. marks: ids of the family's."""
 
-    def __init__(self, offer: Offer, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
-        self._marks, self._names = _Marks(tokenizer, marks), {t.name for t in offer.tools}
+    def __init__(self, offer: Offer, family: Family, marks: Mapping[str, int]) -> None:
+        self.marks, self._family, self._names = marks, family, {t.name for t in offer.tools}
         self._calls = Calls()
         self._mode = "text"  # head: before the arguments; arguments; tail: after them; nothing: in an invalid call
         self._head = ""
@@ -226,23 +205,22 @@ class MarkedReader:
     def calls(self) -> list[dict[str, Any]]:
         return self._calls.made
 
-    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
+    def take(self, mark: str, text: str) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for mark, part in self._marks.push(text, ids):
-            if mark:
-                self._mark(mark, deltas)
-            elif part:
-                self._take(part, deltas)
+        if mark:
+            self._mark(mark, deltas)
+        else:
+            self._take(text, deltas)
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
         return []
 
     def _mark(self, mark: str, deltas: list[dict[str, Any]]) -> None:
-        if mark == OPEN:
+        if mark == self._family.open:
             self._mode, self._head, self._stack, self._was = "head", "", [], ""
             self._quoted = self._key = False
-        elif mark == CLOSE:
+        elif mark == self._family.close:
             self._mode = "text"
         elif self._mode == "arguments":
             self._quoted, self._was = not self._quoted, '"'
@@ -287,9 +265,10 @@ class MarkedReader:
         return c
 
 
-def marked(tokenizer: Tokenizer) -> Format | None:
-    """The format for a tokenizer with the marks; None for other tokenizers."""
-    marks = marks_of(tokenizer)
-    if len(marks) < len(MARKS):
-        return None
-    return Format(turns, lark_with(marks), lambda offer: MarkedReader(offer, tokenizer, marks))
+def marked(tokenizer: Tokenizer, template: str) -> Format | None:
+    """The format of the family whose marks the vocabulary has and whose calls the template writes; None for others."""
+    for family in (GEMMA4, FUNCTION_GEMMA):
+        marks = ids_of(tokenizer, family)
+        if len(marks) == len(family) and family.open in template:
+            return Format(turns, lark_with(family, marks), partial(MarkedReader, family=family, marks=marks))
+    return None

@@ -187,7 +187,9 @@ def text_part(value: Any) -> Any:
 
 
 class Part(Wire):
-    """A text part of a message."""
+    """A text part of a message. Further fields are for the chat template."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, Field(max_length=64)]
     text: Text | None = None
@@ -213,11 +215,11 @@ def text_of(content: str | list[Part] | None) -> str:
     return "\n".join(p.text or p.refusal or "" for p in content)
 
 
-def content_of(content: str | list[Part] | None) -> str | list[dict[str, str]]:
+def content_of(content: str | list[Part] | None) -> str | list[dict[str, Any]]:
     """A message's content for the chat template: a text, or a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    return [{"type": "text", "text": p.text or p.refusal or ""} for p in content]
+    return [{**(p.model_extra or {}), "type": "text", "text": p.text or p.refusal or ""} for p in content]
 
 
 class Message(Wire):
@@ -228,9 +230,10 @@ class Message(Wire):
     tool_calls: Annotated[list[ToolCall], FirstError(), Field(max_length=MESSAGES)] | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = None
-    # Accepted and ignored: response fields that clients send back.
-    reasoning_content: str | None = None
+    reasoning_content: Text | None = None
+    """The thought before an answer, for the chat template; `reasoning`, if a text, is another name."""
     reasoning: Any = None
+    # Accepted and ignored: response fields that clients send back.
     reasoning_details: Any = None
     thinking_blocks: Any = None
     parsed: Any = None
@@ -252,6 +255,11 @@ class Message(Wire):
     def text(self) -> str:
         """The message's text."""
         return text_of(self.content)
+
+    def thought(self) -> str:
+        """What the assistant thought before it."""
+        other = self.reasoning if isinstance(self.reasoning, str) else ""
+        return (self.reasoning_content or other) if self.role == "assistant" else ""
 
 
 Messages = Annotated[list[Message], FirstError(), Field(min_length=1, max_length=MESSAGES)]
@@ -312,7 +320,40 @@ class Sampled(SamplingFields):
         return self
 
 
-class ChatRequest(Sampled):
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+"""Names that are no variables of a client, beside those of special tokens (bos_token)."""
+
+
+class Templated(Wire):
+    """How a conversation is written."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Further variables of the chat template."""
+    add_generation_prompt: bool | None = None
+    """Whether the model's turn is begun; not with continue_final_message."""
+    continue_final_message: bool | None = None
+    """Continue the last message, the assistant's, instead of answering it."""
+
+    @model_validator(mode="after")
+    def _validate_template(self) -> Any:
+        for name in self.chat_template_kwargs or ():
+            if name in RESERVED or name.endswith("_token") or not (name.isascii() and name.isidentifier()):
+                wrong(
+                    "chat_template_kwargs",
+                    f"chat_template_kwargs cannot set {name[:64]!r}: it is no variable of a client",
+                )
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                wrong("continue_final_message", "continue_final_message needs add_generation_prompt: false")
+            last = (getattr(self, "messages", None) or [None])[-1]
+            if last is None or last.role != "assistant" or last.content is None or last.tool_calls:
+                wrong(
+                    "continue_final_message", "continue_final_message needs a last message of the assistant, with text"
+                )
+        return self
+
+
+class ChatRequest(Sampled, Templated):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
     logprobs: bool | None = None
@@ -322,8 +363,11 @@ class ChatRequest(Sampled):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    # Validated as in OpenAI's API, and ignored.
     reasoning_effort: Effort | None = None
+    """none: without thinking; others: with thinking, and a budget (thinking.EFFORTS)."""
+    thinking_token_budget: Annotated[int, Field(ge=0, le=I32)] | None = None
+    """Most tokens of thoughts."""
+    # Validated as in OpenAI's API, and ignored.
     verbosity: Verbosity | None = None
     function_call: Literal["none"] | None = None
 
@@ -398,7 +442,7 @@ class CompletionRequest(Sampled):
         return self
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(Templated):
     """A text, or a conversation for the chat template."""
 
     model: str | None = None

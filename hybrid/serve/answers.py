@@ -1,0 +1,72 @@
+"""Separate an answer's thoughts, tool calls and text (forms.Reader)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hybrid.text.marks import CLOSE, NAME, OPEN, Channel, Marks
+from hybrid.text.tokenizer import Tokenizer
+
+
+class Parser(Protocol):
+    """Streaming parser that separates tool calls from text, both without thoughts."""
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """Ids of the marks that it reads."""
+
+    def take(self, mark: str, text: str) -> list[dict[str, Any]]:
+        """The deltas of one of its marks, or of text."""
+
+    def end(self) -> list[dict[str, Any]]:
+        """Deltas of the buffered rest."""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Tool calls so far."""
+
+
+class Answer:
+    """The reader of an answer. channel: None for a vocabulary without thoughts; parser: None if no tools may be
+    called."""
+
+    def __init__(self, tokenizer: Tokenizer, channel: Channel | None, parser: Parser | None) -> None:
+        self.channel, self._parser = channel, parser
+        own = {} if channel is None else {OPEN: channel.opening, CLOSE: channel.closing}
+        self._marks = Marks(tokenizer, {**own, **(parser.marks if parser is not None else {})})
+        self._thinks = channel is not None and channel.inside
+        self._begin: str | None = ""  # of a thought, while it may be the channel's name
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self._parser.calls if self._parser is not None else []
+
+    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
+        if self.channel is not None:
+            for token in ids:
+                self.channel.take(token)
+        deltas: list[dict[str, Any]] = []
+        for mark, part in self._marks.push(text, ids):
+            if mark == CLOSE or (mark == OPEN and not self._thinks):
+                self._thinks, self._begin = mark == OPEN, ""
+            elif self._thinks:
+                deltas += self._thought(mark or part)
+            elif self._parser is not None:
+                deltas += self._parser.take(mark, part)
+            else:
+                deltas.append({"content": part})
+        return deltas
+
+    def end(self) -> list[dict[str, Any]]:
+        return self._parser.end() if self._parser is not None else []
+
+    def _thought(self, text: str) -> list[dict[str, Any]]:
+        """Text of a thought, without its channel's name."""
+        if self._begin is not None:
+            text = self._begin + text
+            if len(text) < len(NAME) and NAME.startswith(text):
+                self._begin = text
+                return []
+            self._begin, text = None, text.removeprefix(NAME)
+        return [{"reasoning_content": text}] if text else []

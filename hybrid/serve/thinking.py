@@ -1,0 +1,99 @@
+"""Thoughts before an answer: turn them on by a request's fields, bound them, keep them out of a grammar's text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybrid.engine.sampling import Constraint, is_ready, likely_by, mask_of, mask_without
+from hybrid.serve.wire import ChatRequest, Templated
+from hybrid.text.marks import THINK, THOUGHT, Channel, ids_of
+
+if TYPE_CHECKING:
+    from hybrid.model import Model
+
+EFFORTS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 65536}
+"""reasoning_effort -> most tokens of thoughts; max has no bound."""
+
+
+def template(body: Templated) -> dict[str, Any]:
+    """How a request's conversation is written: options of chat.written."""
+    effort = getattr(body, "reasoning_effort", None)
+    wanted = {} if effort is None else {"enable_thinking": effort != "none"}
+    return {
+        "variables": {**wanted, **(body.chat_template_kwargs or {})},
+        "generate": body.add_generation_prompt is not False,
+        "continued": bool(body.continue_final_message),
+    }
+
+
+def channel_of(model: Model, prompt: Sequence[int]) -> Channel | None:
+    """Before an answer to a prompt; None for a vocabulary without thoughts."""
+    marks = ids_of(model.checkpoint.tokenizer, THOUGHT)
+    return Channel.after((marks[THOUGHT[0]], marks[THOUGHT[1]]), prompt) if len(marks) == len(THOUGHT) else None
+
+
+def bounded(
+    model: Model, body: ChatRequest, prompt: Sequence[int], channel: Channel, most: int, grammars: Sequence[Any]
+) -> list[Any]:
+    """Constraints of the choices: their grammars (None: any text) apply outside of thoughts, which have a budget. most:
+    tokens of an answer. Without thinking, a grammar applies from the first token."""
+    budget = body.thinking_token_budget
+    if budget is None:
+        budget = EFFORTS.get(body.reasoning_effort or "")
+    if budget is not None and budget >= most:
+        budget = None
+    thinks = channel.inside or model.checkpoint.tokenizer.token_id(THINK) in prompt
+    if not thinks if grammars[0] is not None else budget is None:
+        return list(grammars)
+    return [ThoughtConstraint(model, copy(channel), budget, grammar) for grammar in grammars]
+
+
+class ThoughtConstraint(Constraint):
+    """Within a thought every token is allowed, an end of text only without a grammar, until `budget` tokens are spent;
+    then the closing mark alone. Outside, what the grammar allows; a thought may begin before its text, within the
+    budget."""
+
+    def __init__(self, model: Model, channel: Channel, budget: int | None, grammar: Constraint | None) -> None:
+        self._channel, self._budget, self._grammar = channel, budget, grammar
+        self._begun = False  # the grammar's text
+        tokenizer, rows = model.checkpoint.tokenizer, model.hparams.vocab
+        n = tokenizer.n_tokens
+        self._open = mask_of([channel.opening], rows)
+        self._close = mask_of([channel.closing], rows)
+        self._without_open = mask_without([channel.opening], n, rows)
+        self._without_end = mask_without(tokenizer.eos_ids, n, rows)
+
+    @property
+    def _spent(self) -> bool:
+        return self._budget is not None and self._channel.tokens >= self._budget
+
+    def ready(self, wait: float = 0.0) -> bool:
+        """Whether the next mask is there, after waiting at most `wait` seconds."""
+        return self._channel.inside or self._grammar is None or is_ready(self._grammar, wait)
+
+    def mask(self) -> np.ndarray | None:
+        grammar = self._grammar
+        if self._channel.inside:
+            return self._close if self._spent else None if grammar is None else self._without_end
+        if grammar is None:
+            return self._without_open if self._spent else None
+        mask = grammar.mask()
+        return mask if mask is None or self._begun or self._spent else mask | self._open
+
+    def likely(self) -> Sequence[int]:
+        """The next tokens of the grammar's text."""
+        return likely_by(self._grammar) if self._begun and self._grammar is not None else ()
+
+    def accept(self, token: int) -> None:
+        if not self._channel.take(token) and self._grammar is not None:
+            self._grammar.accept(token)
+            self._begun = True
+
+    def copy(self) -> ThoughtConstraint:
+        made = copy(self)
+        made._channel, made._grammar = copy(self._channel), None if self._grammar is None else self._grammar.copy()
+        return made
