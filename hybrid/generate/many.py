@@ -25,7 +25,7 @@ from hybrid.text.stops import StopFilter
 
 BREAK = "\n\f\n"
 """Separator of results on standard output, since texts may have empty lines."""
-NOT_OURS = ("constraint",)
+NOT_OURS = ("constraint", "thought")
 
 
 @dataclass(frozen=True, slots=True)

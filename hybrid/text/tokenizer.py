@@ -61,7 +61,8 @@ PRINTED_MARKS = (
     "<end_function_response>",
     "<escape>",
 )
-"""Those marks, Gemma 4's and FunctionGemma's: user-defined pieces, escaped in messages (`quote`)."""
+"""Those marks, Gemma 4's and FunctionGemma's: user-defined or control tokens, by file; printed as either, so that a thought
+or a call is never taken for text, and escaped in messages (`quote`)."""
 _IDS = ("bos_id", "eos_id", "unk_id", "pad_id", "after_id")
 _CACHED_WORDS = 1 << 16
 _LONG_WORD = 4096
@@ -165,9 +166,9 @@ class Tokenizer:
         odd = [(i, v.pieces[i], t) for i, t in enumerate(self.types) if t != NORMAL]
         odd = [(i, p, t) for i, p, t in odd if self.token_id(p) == i]
         never = {p: i for i, p, t in odd if t in (CONTROL, UNKNOWN)}
-        marks = {p: i for p in PRINTED_MARKS if (i := self.token_id(p)) is not None}
+        self._printed = frozenset(i for p in PRINTED_MARKS if (i := self.token_id(p)) is not None)
         self._mergeable = bytearray(b"\1") * self.n_tokens
-        for i in (*never.values(), *marks.values(), *self._pieces.holding(" ")):
+        for i in (*never.values(), *self._printed, *self._pieces.holding(" ")):
             self._mergeable[i] = 0
         # Key of a pair: its concatenation, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
@@ -294,7 +295,8 @@ class Tokenizer:
         return "".join(out)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` without control and unknown tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Text of `ids` without control and unknown tokens, but with PRINTED_MARKS; bytes that are not UTF-8 become
+        U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def whole_text(self, token: int) -> str | None:
@@ -307,14 +309,14 @@ class Tokenizer:
         return self._texts[token]
 
     def token_bytes(self, token: int) -> bytes:
-        """A token's bytes; empty for control tokens and for rows of the embedding beyond the pieces. TokenizerError for
-        other ids."""
+        """A token's bytes; empty for control tokens but PRINTED_MARKS, and for rows of the embedding beyond the pieces.
+        TokenizerError for other ids."""
         if not 0 <= token < self.n_rows:
             raise TokenizerError(f"token id {token} is outside 0..{self.n_rows - 1}")
         if token >= self.n_tokens:
             return b""
         kind, piece = self.types[token], self.vocabulary.pieces[token]
-        if kind in (CONTROL, UNKNOWN):
+        if kind in (CONTROL, UNKNOWN) and token not in self._printed:
             return b""
         if kind == BYTE:
             return bytes([int(piece[3:5], 16)])
