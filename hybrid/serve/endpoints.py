@@ -161,10 +161,8 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     if constraints[0] is not None and constraints[0].which:
         how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
         notes.append(f"a schema is followed {how}")
-    if channel is not None:
-        constraints = thinking.bounded(model, body, ids, channel, shared["max_tokens"], constraints)
-        shared["thought"] = channel.opening, channel.closing
-    jobs = [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
+    choices = [options.choice(shared, i, constraints[i]) for i in range(n)]
+    jobs = [Job(ids, own) for own in thinking.bounded(model, body, ids, channel, choices)]
     readers: list[Reader | None] = [None] * n
     if channel is not None or offered is not None:
         parsers = [None if offered is None else kind.reader(offered) for _ in range(n)]

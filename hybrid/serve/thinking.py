@@ -37,19 +37,23 @@ def channel_of(model: Model, prompt: Sequence[int]) -> Channel | None:
 
 
 def bounded(
-    model: Model, body: ChatRequest, prompt: Sequence[int], channel: Channel, most: int, grammars: Sequence[Any]
-) -> list[Any]:
-    """Constraints of the choices: their grammars (None: any text) apply outside of thoughts, which have a budget. most:
-    tokens of an answer. Without thinking, a grammar applies from the first token."""
+    model: Model, body: ChatRequest, prompt: Sequence[int], channel: Channel | None, choices: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Options of the choices, whose stop strings and constraints, those of a grammar, are about what follows a thought.
+    Their thoughts have a budget. Without thinking, a grammar applies from the first token."""
+    if channel is None:
+        return choices
+    thinks = channel.inside or model.checkpoint.tokenizer.token_id(THINK) in prompt
     budget = body.thinking_token_budget
     if budget is None:
         budget = EFFORTS.get(body.reasoning_effort or "")
-    if budget is not None and budget >= most:
-        budget = None
-    thinks = channel.inside or model.checkpoint.tokenizer.token_id(THINK) in prompt
-    if not thinks if grammars[0] is not None else budget is None:
-        return list(grammars)
-    return [ThoughtConstraint(model, copy(channel), budget, grammar) for grammar in grammars]
+    out = []
+    for own in choices:
+        grammar, most = own.get("constraint"), None if budget is None or budget >= own["max_tokens"] else budget
+        if thinks if grammar is not None else most is not None:
+            own = {**own, "constraint": ThoughtConstraint(model, copy(channel), most, grammar)}
+        out.append({**own, "thought": (channel.opening, channel.closing)})
+    return out
 
 
 class ThoughtConstraint(Constraint):
