@@ -139,6 +139,11 @@ class Page:
         self.one(css).clear()
         self.one(css).send_keys(f"{value}\t")
 
+    def set_choice(self, css: str, value: str) -> None:
+        """Choose an option of the settings."""
+        self.open_settings()
+        self.one(css).send_keys(f"{value}\t")
+
     def record(self) -> None:
         self.run("const real = fetch; window.fetch = (path, options) => real(path, (window.last = options))")
 

@@ -12,11 +12,13 @@ from contextlib import ExitStack
 import pytest
 
 from conformance.serve.browser import NEEDED, NO_GOODBYE, NO_TIMERS, Page, available, browser
+from conformance.support.marked import checkpoint4
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, listening_elsewhere, running, until
 from hybrid.serve.pages import FOLDER
 from hybrid.serve.process import listen
 from hybrid.serve.settings import Settings
+from hybrid.text.marks import CLOSE, OPEN
 
 ATTACK = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>**b**"
 LONG = "word " * 3000  # streams for half a minute unless stopped
@@ -114,6 +116,30 @@ def test_a_conversation(shared: tuple[Running, ScriptedModel, Page]) -> None:
     assert not page.said
     page.by("#list button")[0].click()
     assert len(page.said) == 4 and page.errors() == []
+
+
+@pytest.mark.slow
+def test_a_thought_is_folded_above_its_answer(page: Page, model: ScriptedModel, server: Running) -> None:
+    model.checkpoint = checkpoint4()
+    t = model.checkpoint.tokenizer
+    opening, closing = t.token_id(OPEN), t.token_id(CLOSE)
+    assert opening is not None and closing is not None
+    thought = t.encode(f"thought\n{ATTACK}", bos=False)
+    model.script.ids = [opening, *thought, closing, *t.encode("Yes.", bos=False)]
+    page.driver.get(server.url)
+    page.set_choice("#reasoning_effort", "low")
+    page.record()
+    page.ask("Hello")
+    assert page.said == ["Hello", "Yes."] and not page.one(".thought").is_displayed()
+    page.click(".turn summary")
+    assert page.one(".thought").text == ATTACK and not page.by("#log img")
+    assert "<|think|>" in [t.vocabulary.pieces[i] for i in model.script.submitted[-1]["prompt"]]
+    page.driver.refresh()
+    until(lambda: page.by(".thought"))
+    page.record()
+    page.ask("Again")
+    assert page.sent()[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": ATTACK}
+    assert page.errors() == []
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationError, model_validator
+from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, ValidationError, model_validator
 
 from hybrid.serve.errors import bad_request, from_validation
 from hybrid.serve.http import packed
@@ -61,7 +61,7 @@ class InputResult(Wire):
 
 
 class ThoughtPart(Wire):
-    type: Literal["reasoning_text", "summary_text"]
+    type: Literal["reasoning_text"]
     text: Text
 
 
@@ -69,14 +69,13 @@ Thought = Annotated[list[ThoughtPart], FirstError(), Field(max_length=MESSAGES)]
 
 
 class InputReasoning(Wire):
-    """A thought that clients send back. Other models' summaries and encrypted thoughts are ignored."""
+    """A thought that clients send back. Its other fields are ignored: summaries and encrypted thoughts are of other
+    models."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
     content: Thought | None = None
-    summary: Thought | None = None
-    id: str | None = None
-    status: str | None = None
-    encrypted_content: str | None = None
 
 
 def _item_kind(value: Any) -> str | None:

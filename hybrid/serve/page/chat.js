@@ -5,6 +5,7 @@ import { lasting, list, load, look, migrate, newId, remove, save, saveSetting, s
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const SETTINGS = ["system", "reasoning_effort", ...NUMBERS];
 const FULL = "This browser's storage is full: delete conversations.";
 const PARTIAL = 500; // milliseconds between two writes of a partial answer
 let current = null; // the displayed conversation
@@ -130,8 +131,19 @@ function box(turn, n) {
   const user = turn.role === "user";
   const article = make("article", { class: `turn ${turn.role}` });
   article.append(make("p", { class: "who" }, user ? "You" : "Model"), make("p", { class: "say" }, turn.content));
+  if (turn.reasoning_content) thought(article, turn);
   article.append(user ? userFoot(turn, n, article) : modelFoot(turn, n));
   return article;
+}
+
+/** Show what the model thought, folded above its answer. */
+function thought(article, turn) {
+  const shown = article.querySelector("details") ?? make("details");
+  if (!shown.parentNode) {
+    shown.append(make("summary", {}, "Thought"), make("p", { class: "thought" }));
+    article.querySelector(".say").before(shown);
+  }
+  shown.lastElementChild.textContent = turn.reasoning_content;
 }
 
 function userFoot(turn, n, article) {
@@ -230,16 +242,17 @@ function request(turns) {
     stream_options: { include_usage: true },
   };
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
+  if ($("reasoning_effort").value) body.reasoning_effort = $("reasoning_effort").value;
   return body;
 }
 
 /** Merge unanswered messages with the next: most templates require alternating roles. */
 function alternating(turns) {
   const messages = [];
-  for (const { role, content } of turns) {
+  for (const { role, content, reasoning_content } of turns) {
     const last = messages.at(-1);
     if (last?.role === role) last.content += `\n\n${content}`;
-    else messages.push({ role, content });
+    else messages.push({ role, content, reasoning_content });
   }
   return messages;
 }
@@ -278,13 +291,18 @@ function take(event, work) {
   const { turn, seen } = work, choice = event.choices?.[0], log = $("log");
   seen.usage = event.usage ?? seen.usage;
   seen.finish = choice?.finish_reason ?? seen.finish;
-  if (!choice?.delta?.content) return;
+  const { content = "", reasoning_content = "" } = choice?.delta ?? {};
+  if (!content && !reasoning_content) return;
   seen.last = performance.now();
   seen.first ||= seen.last;
   seen.pieces += 1;
   const near = isNearEnd(log);
-  turn.content += choice.delta.content;
+  turn.content += content;
   log.lastElementChild.querySelector(".say").textContent = turn.content;
+  if (reasoning_content) {
+    turn.reasoning_content = (turn.reasoning_content ?? "") + reasoning_content;
+    thought(log.lastElementChild, turn);
+  }
   if (near) log.scrollTop = log.scrollHeight;
   work.timer ||= setTimeout(keepPartial, PARTIAL);
 }
@@ -358,7 +376,7 @@ async function name() {
 
 function fillSettings() {
   const values = settings();
-  for (const id of ["system", ...NUMBERS]) if ($(id) !== document.activeElement) $(id).value = values[id] ?? "";
+  for (const id of SETTINGS) if ($(id) !== document.activeElement) $(id).value = values[id] ?? "";
 }
 
 $("form").addEventListener("submit", (e) => {
@@ -384,7 +402,7 @@ $("delete").addEventListener("click", () => {
   say("Conversation deleted.");
 });
 $("menu").addEventListener("click", () => openMenu(!$("side").classList.contains("open")));
-for (const id of ["system", ...NUMBERS]) $(id).addEventListener("change", () => { if (!saveSetting(id, $(id).value)) say(FULL, true); });
+for (const id of SETTINGS) $(id).addEventListener("change", () => { if (!saveSetting(id, $(id).value)) say(FULL, true); });
 $("key").value = tab.getItem("key") ?? "";
 $("key").addEventListener("change", () => { tab.setItem("key", $("key").value); name(); });
 
