@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -45,15 +47,32 @@ def marks_of(t: Tokenizer) -> tuple[int, int]:
     return opening, closing
 
 
-@pytest.fixture(scope="module", params=[CONTROL, USER_DEFINED], ids=["special", "user defined"])
-def scripted(request: pytest.FixtureRequest) -> Iterator[tuple[ScriptedModel, Running]]:
+Scripted = tuple[ScriptedModel, Running]
+
+
+@contextmanager
+def serving(printed: int) -> Iterator[Scripted]:
     model = ScriptedModel(Script(), ctx=4000)
-    model.checkpoint = checkpoint4(request.param)
+    model.checkpoint = checkpoint4(printed)
     with running(lambda: model) as server:
         yield model, server
 
 
-Scripted = tuple[ScriptedModel, Running]
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Scripted]:
+    """A model whose file calls the marks user defined."""
+    with serving(USER_DEFINED) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=[CONTROL, USER_DEFINED], ids=["special", "user defined"])
+def either(request: pytest.FixtureRequest, scripted: Scripted) -> Iterator[Scripted]:
+    """Models whose files call the marks special, and user defined."""
+    if request.param == USER_DEFINED:
+        yield scripted
+    else:
+        with serving(CONTROL) as found:
+            yield found
 
 
 def answered(scripted: Scripted, *parts: str, to: str = CHAT, **more: Any) -> Any:
@@ -82,13 +101,13 @@ def joined(chunks: list[dict[str, Any]], key: str) -> str:
 THOUGHT = (OPEN, "thought\nHm… ", "é", CLOSE, "Yes ", "ü")
 
 
-def test_a_thought_is_apart_from_the_answer(scripted: Scripted) -> None:
-    answer = answered(scripted, *THOUGHT)
+def test_a_thought_is_apart_from_the_answer(either: Scripted) -> None:
+    answer = answered(either, *THOUGHT)
     message, counted = answer["choices"][0]["message"], answer["usage"]
     assert (message["reasoning_content"], message["content"]) == ("Hm… é", "Yes ü")
-    own = len(ids_of(scripted[0].checkpoint.tokenizer, "thought\nHm… ", "é"))
+    own = len(ids_of(either[0].checkpoint.tokenizer, "thought\nHm… ", "é"))
     assert counted["completion_tokens_details"]["reasoning_tokens"] == own
-    chunks = streamed(scripted, *THOUGHT, stream_options={"include_usage": True})
+    chunks = streamed(either, *THOUGHT, stream_options={"include_usage": True})
     assert (joined(chunks, "reasoning_content"), joined(chunks, "content")) == ("Hm… é", "Yes ü")
     assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == own
 
@@ -107,8 +126,8 @@ def test_a_thought_is_apart_from_the_answer(scripted: Scripted) -> None:
         ((*f"{OPEN}thought\nno mark{CLOSE}",), "", f"{OPEN}thought\nno mark{CLOSE}"),
     ],
 )
-def test_odd_thoughts(scripted: Scripted, parts: tuple[str, ...], thought: str, text: str) -> None:
-    message = answered(scripted, *parts)["choices"][0]["message"]
+def test_odd_thoughts(either: Scripted, parts: tuple[str, ...], thought: str, text: str) -> None:
+    message = answered(either, *parts)["choices"][0]["message"]
     assert (message.get("reasoning_content", ""), message["content"]) == (thought, text)
 
 
@@ -129,11 +148,11 @@ def test_a_reader_gets_the_same_however_a_stream_is_cut(printed: int) -> None:
         assert found == ["a…é<b", "ü<|chc"], seed
 
 
-def test_logprobs_are_of_the_answer_alone(scripted: Scripted) -> None:
-    choice = answered(scripted, *THOUGHT, logprobs=True, top_logprobs=1)["choices"][0]
+def test_logprobs_are_of_the_answer_alone(either: Scripted) -> None:
+    choice = answered(either, *THOUGHT, logprobs=True, top_logprobs=1)["choices"][0]
     tokens = choice["logprobs"]["content"]
     assert bytes(b for p in tokens for b in p["bytes"]).decode() == choice["message"]["content"] == "Yes ü"
-    chunks = streamed(scripted, *THOUGHT, logprobs=True, top_logprobs=1)
+    chunks = streamed(either, *THOUGHT, logprobs=True, top_logprobs=1)
     with_logprobs = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["logprobs"]]
     assert [p for c in with_logprobs for p in c["logprobs"]["content"]] == tokens
     assert all("reasoning_content" not in c["delta"] for c in with_logprobs)
@@ -146,15 +165,15 @@ def test_every_choice_has_its_own_thought(scripted: Scripted) -> None:
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3 * once
 
 
-def test_a_call_after_a_thought(scripted: Scripted) -> None:
+def test_a_call_after_a_thought(either: Scripted) -> None:
     quote = '<|"|>'
     call = ("<|tool_call>", "call:look{city:", quote, "Rome", quote, "}", "<tool_call|>")
     parts = (OPEN, "thought\nLet me <|tool_call> see", CLOSE, *call)
-    choice = answered(scripted, *parts, tools=[TOOL], reasoning_effort="low")["choices"][0]
+    choice = answered(either, *parts, tools=[TOOL], reasoning_effort="low")["choices"][0]
     assert choice["message"]["reasoning_content"] == "Let me <|tool_call> see" and choice["message"]["content"] is None
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"city":"Rome"}'}
     items = answered(
-        scripted, *parts, to=RESPONSES, tools=[{"type": "function", **TOOL["function"]}], reasoning={"effort": "low"}
+        either, *parts, to=RESPONSES, tools=[{"type": "function", **TOOL["function"]}], reasoning={"effort": "low"}
     )  # type: ignore[dict-item]
     assert [i["type"] for i in items["output"]] == ["reasoning", "function_call"]
 
@@ -167,7 +186,8 @@ def test_responses_have_reasoning_items(scripted: Scripted) -> None:
     assert message["content"][0]["text"] == "Yes ü"
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     model, server = scripted
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+    plain = openai.DefaultHttpxClient(verify=False)  # reading every certificate takes longer than a request
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", http_client=plain) as client:
         events = list(client.responses.create(model=model.checkpoint.name, input="Hi", stream=True))
     assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm… é"
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Yes ü"
@@ -177,37 +197,36 @@ def test_responses_have_reasoning_items(scripted: Scripted) -> None:
     assert [i.type for i in events[-1].response.output] == ["reasoning", "message"]
 
 
+@contextmanager
+def written_by(model: ScriptedModel, template: str) -> Iterator[None]:
+    """The model with another template."""
+    was, model.checkpoint = model.checkpoint, replace(model.checkpoint, chat_template=template)
+    try:
+        yield
+    finally:
+        model.checkpoint = was
+
+
 def test_what_was_thought_goes_back_to_the_template(scripted: Scripted) -> None:
     model, server = scripted
-    template = (
-        "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}]{% endfor %}"
-    )
-    was, model.checkpoint = model.checkpoint, checkpoint4()
-    object.__setattr__(model.checkpoint, "chat_template", template)
-    try:
-        turn = {"role": "assistant", "content": "Yes", "reasoning_content": f"Hm{CLOSE}"}
-        bodies = [
-            (CHAT, {"messages": [*HI, turn, *HI]}),
-            (CHAT, {"messages": [*HI, {**turn, "reasoning_content": None, "reasoning": f"Hm{CLOSE}"}, *HI]}),
-        ]
-        item = {
-            "type": "reasoning",
-            "id": "r",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": f"Hm{CLOSE}"}],
-        }
-        bodies.append((RESPONSES, {"input": [*HI, item, {"role": "assistant", "content": "Yes"}, *HI]}))
+    thought, turn = f"Hm{CLOSE}", {"role": "assistant", "content": "Yes"}
+    item = {"type": "reasoning", "id": "r", "content": [{"type": "reasoning_text", "text": thought}]}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [*HI, {**turn, "reasoning_content": thought}, *HI]}),
+        (CHAT, {"messages": [*HI, {**turn, "reasoning": thought}, *HI]}),
+        (RESPONSES, {"input": [*HI, item, turn, *HI]}),
+        (RESPONSES, {"input": [*HI, item, call, result]}),
+    ]
+    with written_by(
+        model, "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}{{ m.thinking }}]{% endfor %}"
+    ):
         for path, body in bodies:
             assert server.post(path, body).status_code == 200
             ids = model.script.submitted[-1]["prompt"]
-            assert model.decode(ids) == f"[user:||Hi][assistant:Hm{CLOSE}|Hm{CLOSE}|Yes][user:||Hi]"
+            assert f"[user:][assistant:{thought}{thought}]" in model.decode(ids)
             assert marks_of(model.checkpoint.tokenizer)[1] not in ids  # a message's mark is text
-        call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
-        result = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
-        assert server.post(RESPONSES, {"input": [*HI, item, call, result]}).status_code == 200
-        assert "[assistant:Hm" in model.decode(model.script.submitted[-1]["prompt"])
-    finally:
-        model.checkpoint = was
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -236,16 +255,10 @@ ON = "<|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
 )
 def test_fields_turn_thinking_on(scripted: Scripted, asked: dict[str, Any], prompt: str) -> None:
     assert prompt_of(scripted, **asked) == prompt
-    if "reasoning_effort" in asked:
-        model, _ = scripted
-        answered(
-            scripted,
-            "a",
-            to=RESPONSES,
-            **{k: v for k, v in asked.items() if k != "reasoning_effort"},
-            reasoning={"effort": asked["reasoning_effort"]},
-        )
-        assert said(model.checkpoint.tokenizer, model.script.submitted[-1]["prompt"]) == prompt
+    model, _ = scripted
+    effort = {"reasoning": {"effort": asked["reasoning_effort"]}} if "reasoning_effort" in asked else {}
+    answered(scripted, "a", to=RESPONSES, **{k: v for k, v in asked.items() if k != "reasoning_effort"}, **effort)
+    assert said(model.checkpoint.tokenizer, model.script.submitted[-1]["prompt"]) == prompt
 
 
 def test_tokenize_writes_the_same(scripted: Scripted) -> None:
@@ -271,26 +284,18 @@ def test_our_own_template_thinks() -> None:
         "<bos><|turn>system\n<|think|>\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\ny<turn|>\n"
         "<|turn>user\nHi<turn|>\n<|turn>model\n"
     )
-    alone = chat.written(t, HI, variables={"enable_thinking": True}, parse_special=True)[0]
-    assert (
-        alone
-        == f"<bos>{ON}"
-        == "<bos>"
-        + chat.written(t, HI, TEMPLATES["gemma4"], variables={"enable_thinking": True}, parse_special=True)[
-            0
-        ].removeprefix("<bos>")
-    )
+    for template in (None, TEMPLATES["gemma4"]):
+        alone, _ = chat.written(t, HI, template, variables={"enable_thinking": True}, parse_special=True)
+        assert alone.removeprefix("<bos>") == ON
     assert "<|think|>" not in chat.written(t, HI, parse_special=True)[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "image_token", "guard character", ""]
-)
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, "/tokenize"])
-def test_variables_of_the_server_are_refused(scripted: Scripted, name: str, path: str) -> None:
+def test_variables_of_the_server_are_refused(scripted: Scripted, path: str) -> None:
     body = {"input": "Hi"} if path == RESPONSES else {"messages": HI}
-    answer = scripted[1].post(path, {**body, "chat_template_kwargs": {name: "x"}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs"), answer.text
+    for name in ("messages", "tools", "add_generation_prompt", "bos_token", "image_token", "guard character", ""):
+        answer = scripted[1].post(path, {**body, "chat_template_kwargs": {name: "x"}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs"), answer.text
 
 
 def test_variables_cannot_write_marks() -> None:
@@ -303,6 +308,7 @@ def test_variables_cannot_write_marks() -> None:
 # --- continued turns -------------------------------------------------------------------------------------------------
 
 
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
 BEGUN = [*HI, {"role": "assistant", "content": "The answer is "}]
 
 
@@ -312,9 +318,8 @@ def test_the_last_turn_is_continued(scripted: Scripted) -> None:
     assert prompt_of(scripted, messages=BEGUN, continue_final_message=True) == want
     parts = [{"type": "text", "text": "The answer"}, {"type": "text", "text": " is "}]
     begun = [*HI, {"role": "assistant", "content": parts}]
-    assert prompt_of(scripted, messages=begun, continue_final_message=True).endswith(
-        "model\nThe answeris "
-    )  # trimmed parts
+    parted = prompt_of(scripted, messages=begun, continue_final_message=True)
+    assert parted.endswith("model\nThe answeris ")  # the template trims parts
     answering = prompt_of(scripted, messages=BEGUN)
     assert answering == f"{want.strip()}{OPEN}thought\n{CLOSE}"  # without the field, as the template has it
 
@@ -323,15 +328,7 @@ def test_the_last_turn_is_continued(scripted: Scripted) -> None:
     ("body", "message"),
     [
         ({"messages": HI}, "last message of the assistant"),
-        (
-            {
-                "messages": [
-                    *HI,
-                    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
-                ]
-            },
-            "with text",
-        ),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": [CALL]}]}, "with text"),
         ({"messages": BEGUN, "add_generation_prompt": True}, "add_generation_prompt: false"),
     ],
 )
@@ -352,21 +349,12 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
 
 def test_fields_of_a_part_reach_the_template(scripted: Scripted) -> None:
     model, server = scripted
-    was, model.checkpoint = model.checkpoint, checkpoint4()
-    object.__setattr__(
-        model.checkpoint,
-        "chat_template",
-        "{% for p in messages[0].content %}{{ p.source_lang_code }}>{{ p.target_lang_code }}: {{ p.text }}{% endfor %}",
-    )
-    try:
-        part = {"type": "text", "source_lang_code": "en", "target_lang_code": "de-CH", "text": "Hi"}
-        ask = {"messages": [{"role": "user", "content": [part]}]}
-        assert server.post(CHAT, ask).status_code == 200
-        assert model.decode(model.script.submitted[-1]["prompt"]) == "en>de-CH: Hi"
-        wrong = server.post(CHAT, {"messages": [{"role": "user", "content": "Hi", "source_lang_code": "en"}]})
-        assert wrong.json()["error"]["param"] == "messages[0].source_lang_code"
-    finally:
-        model.checkpoint = was
+    part = {"type": "text", "source_lang_code": "en", "target_lang_code": "de-CH", "text": "Hi"}
+    with written_by(model, "{% for p in messages[0].content %}{{ p.source_lang_code }}: {{ p.text }}{% endfor %}"):
+        assert server.post(CHAT, {"messages": [{"role": "user", "content": [part]}]}).status_code == 200
+        assert model.decode(model.script.submitted[-1]["prompt"]) == "en: Hi"
+    wrong = server.post(CHAT, {"messages": [{"role": "user", "content": "Hi", "source_lang_code": "en"}]})
+    assert wrong.json()["error"]["param"] == "messages[0].source_lang_code"
 
 
 # --- budgets, with an engine -----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
                 for i, name, given in found
             ]
         if m.role == "tool":
-            turn |= {"name": names[n], "tool_call_id": m.tool_call_id}
+            turn |= {"name": names[n], "tool_call_id": m.tool_call_id, "content": m.text()}
         if thought := m.thought():
             turn["reasoning_content"] = thought
         out.append(turn)
