@@ -197,6 +197,25 @@ def test_responses_have_reasoning_items(scripted: Scripted) -> None:
     assert [i.type for i in events[-1].response.output] == ["reasoning", "message"]
 
 
+def test_a_thought_that_the_template_opens(scripted: Scripted) -> None:
+    with written_by(scripted[0], f"{OPEN}thought\n"):
+        message = answered(scripted, "Hm", CLOSE, "Yes")["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm", "Yes")
+        scripted[0].script.ids, spent = None, set()  # what the constraint allows, at random
+        for seed in range(8):
+            body = {
+                "messages": HI,
+                "thinking_token_budget": 2,
+                "response_format": BOOLEAN,
+                "seed": seed,
+                "max_tokens": 40,
+            }
+            answer = scripted[1].post(CHAT, body).json()
+            assert json.loads(answer["choices"][0]["message"]["content"]) in (True, False)
+            spent.add(answer["usage"]["completion_tokens_details"]["reasoning_tokens"])
+        assert max(spent) == 2
+
+
 @contextmanager
 def written_by(model: ScriptedModel, template: str) -> Iterator[None]:
     """The model with another template."""
@@ -227,6 +246,15 @@ def test_what_was_thought_goes_back_to_the_template(scripted: Scripted) -> None:
             ids = model.script.submitted[-1]["prompt"]
             assert f"[user:][assistant:{thought}{thought}]" in model.decode(ids)
             assert marks_of(model.checkpoint.tokenizer)[1] not in ids  # a message's mark is text
+
+
+@pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
+def test_text_of_the_engine_shows_the_marks_and_templates_cut_by_them(printed: int) -> None:
+    t = gemma4(printed)
+    text = t.decode(ids_of(t, OPEN, "thought\nHm", CLOSE, "Yes"))
+    assert text == f"{OPEN}thought\nHm{CLOSE}Yes"
+    again = chat.encode(t, [*HI, {"role": "assistant", "content": text}, *HI])
+    assert "<|turn>model\nYes<turn|>" in said(t, again)
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from hybrid.engine.sampling import Constraint, is_ready, likely_by, mask_of, mask_without
 from hybrid.serve.wire import ChatRequest, Templated
-from hybrid.text.marks import THINK, THOUGHT, Channel, ids_of
+from hybrid.text.marks import CLOSE, OPEN, THINK, Channel, ids_of
 
 if TYPE_CHECKING:
     from hybrid.model import Model
@@ -32,8 +32,8 @@ def template(body: Templated) -> dict[str, Any]:
 
 def channel_of(model: Model, prompt: Sequence[int]) -> Channel | None:
     """Before an answer to a prompt; None for a vocabulary without thoughts."""
-    marks = ids_of(model.checkpoint.tokenizer, THOUGHT)
-    return Channel.after((marks[THOUGHT[0]], marks[THOUGHT[1]]), prompt) if len(marks) == len(THOUGHT) else None
+    marks = ids_of(model.checkpoint.tokenizer, (OPEN, CLOSE))
+    return Channel.after((marks[OPEN], marks[CLOSE]), prompt) if len(marks) == 2 else None
 
 
 def bounded(

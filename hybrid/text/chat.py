@@ -239,19 +239,19 @@ def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
 
 
 def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
-    """Quote all fields of a message except its role. Model messages keep printed marks, by which templates remove
-    thoughts."""
-    content, marks = message.get("content"), message.get("role") not in OWN_ROLES
+    """Quote all fields of a message except its role. Model messages keep the marks of thoughts, by which templates remove
+    these."""
+    content, thoughts = message.get("content"), message.get("role") not in OWN_ROLES
     other = {k: v if k == "role" else _nested(tokenizer, v, guard) for k, v in message.items() if k != "content"}
     if isinstance(content, str):
-        return {**other, "content": tokenizer.quote(content, guard, marks=marks)}
+        return {**other, "content": tokenizer.quote(content, guard, thoughts=thoughts)}
     if not isinstance(content, list):
         return {**other, "content": _nested(tokenizer, content, guard)} if "content" in message else other
     parts = []
     for p in content:
         part = _nested(tokenizer, p, guard)
         if isinstance(p, Mapping) and isinstance(p.get("text"), str):
-            part["text"] = tokenizer.quote(p["text"], guard, joined=True, marks=marks)
+            part["text"] = tokenizer.quote(p["text"], guard, joined=True, thoughts=thoughts)
         if isinstance(p, Mapping) and p.get("type") == "text":
             part["type"] = "text"
         parts.append(part)

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybrid.text.tokenizer import StreamDecoder, Tokenizer
+from hybrid.text.tokenizer import THOUGHT, StreamDecoder, Tokenizer
 
-OPEN, CLOSE = THOUGHT = "<|channel>", "<channel|>"
+OPEN, CLOSE = THOUGHT
 NAME = "thought\n"
 """What a thought begins with."""
 THINK = "<|think|>"

@@ -45,9 +45,10 @@ MARKERS = (
 )
 """Gemma's control tokens by text, since some files have another type for them. The marks of thoughts and tool calls are
 excluded: they are printed."""
+THOUGHT = ("<|channel>", "<channel|>")
+"""Marks around a thought, by which templates remove the thoughts of earlier turns."""
 PRINTED_MARKS = (
-    "<|channel>",
-    "<channel|>",
+    *THOUGHT,
     "<|tool_call>",
     "<tool_call|>",
     "<|tool_response>",
@@ -178,10 +179,11 @@ class Tokenizer:
         self._bytes = _byte_ids(v)
         user = {p: i for i, p, t in odd if t == USER_DEFINED and " " not in p and p}
         control = {p.replace(" ", SPACE): i for p, i in never.items() if p}
-        marks = {p: i for p, i in user.items() if p in PRINTED_MARKS}
-        unmarked = {p: i for p, i in user.items() if p not in marks}
-        cutters = (_Cutter(p, v.reach) for p in (user, control | user, control, control | marks, unmarked))
-        self._user, self._special, self._control, self._quoted, self._unmarked = cutters
+        marked = control | {p: i for p, i in user.items() if p in PRINTED_MARKS}
+        spoken = {p: i for p, i in marked.items() if p not in THOUGHT}
+        unmarked = {p: i for p, i in user.items() if p not in PRINTED_MARKS}
+        cutters = (_Cutter(p, v.reach) for p in (user, control | user, marked, spoken, unmarked))
+        self._user, self._special, self._quoted, self._spoken, self._unmarked = cutters
         # If no piece has a space after another character, merges never cross word boundaries: words are encoded
         # separately and cached.
         spaced = (i for i in self._pieces.holding(SPACE, inside=True) if self._mergeable[i] and v.types[i] != BYTE)
@@ -280,10 +282,10 @@ class Tokenizer:
                         ids = []
         yield ids
 
-    def quote(self, text: str, guard: str, *, joined: bool = False, marks: bool = True) -> str:
-        """Escape the control tokens in `text` with the character `guard`, for `encode`. marks: also PRINTED_MARKS.
+    def quote(self, text: str, guard: str, *, joined: bool = False, thoughts: bool = True) -> str:
+        """Escape the control tokens in `text` with the character `guard`, for `encode`. thoughts: also the marks THOUGHT.
         joined: also prefixes of control tokens, which appended text could complete."""
-        cutter = self._quoted if marks else self._control
+        cutter = self._quoted if thoughts else self._spoken
         if joined:
             firsts = "".join(re.escape(c) for c in sorted(cutter.firsts))
             return re.sub(f"([{firsts}])", rf"\1{guard}", text) if firsts else text
