@@ -199,8 +199,8 @@ class Model:
         **options: Any,
     ) -> Generator[str, None, None]:
         """Stream the answer to a conversation, [{"role": "user", "content": "..."}, ...], in the checkpoint's chat
-        format. Control tokens inside messages are ordinary text. tools: descriptions for the template. options: of
-        `generate`. ChatError (a ValueError) for messages that the template refuses."""
+        format. A thought comes with its marks. Control tokens inside messages are ordinary text. tools: descriptions
+        for the template. options: of `generate`. ChatError (a ValueError) for messages that the template refuses."""
         if isinstance(messages, (str, Mapping)):
             raise ValueError("chat takes a list of messages; generate takes one text")
         c = self.checkpoint

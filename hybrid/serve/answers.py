@@ -36,7 +36,7 @@ class Answer:
         own = {} if channel is None else {OPEN: channel.opening, CLOSE: channel.closing}
         self._marks = Marks(tokenizer, {**own, **(parser.marks if parser is not None else {})})
         self._thinks = channel is not None and channel.inside
-        self._begin: str | None = ""  # of a thought, while it may be the channel's name
+        self._begins, self._held = True, ""  # of a thought: whether its name may follow, and what is held back
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ class Answer:
         deltas: list[dict[str, Any]] = []
         for mark, part in self._marks.push(text, ids):
             if mark == CLOSE or (mark == OPEN and not self._thinks):
-                self._thinks, self._begin = mark == OPEN, ""
+                self._thinks, self._begins, self._held = mark == OPEN, True, ""
             elif self._thinks:
                 deltas += self._thought(mark or part)
             elif self._parser is not None:
@@ -62,11 +62,13 @@ class Answer:
         return self._parser.end() if self._parser is not None else []
 
     def _thought(self, text: str) -> list[dict[str, Any]]:
-        """Text of a thought, without its channel's name."""
-        if self._begin is not None:
-            text = self._begin + text
-            if len(text) < len(NAME) and NAME.startswith(text):
-                self._begin = text
-                return []
-            self._begin, text = None, text.removeprefix(NAME)
+        """Text of a thought, without its channel's name and the line break at its end: templates write both."""
+        text = self._held + text
+        if self._begins and len(text) < len(NAME) and NAME.startswith(text):
+            self._held = text
+            return []
+        if self._begins:
+            self._begins, text = False, text.removeprefix(NAME)
+        self._held = text[-1:] if text.endswith("\n") else ""
+        text = text.removesuffix("\n")
         return [{"reasoning_content": text}] if text else []

@@ -210,6 +210,7 @@ class ResponsesRequest(SamplingFields):
             "instructions",
             "max_output_tokens",
             "metadata",
+            "reasoning",
             "text",
             "tool_choice",
             "tools",

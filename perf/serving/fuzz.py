@@ -164,6 +164,18 @@ CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": [SAY], "max_tokens": 2, **_format(PERSON, True)}),
     (CHAT, {"messages": [SAY], "max_tokens": 2, **_format(LOOSE, False), "stream": True}),
     (CHAT, {"messages": [SAY], "max_tokens": 2, "response_format": {"type": "json_object"}, "tools": [WEATHER]}),
+    (
+        CHAT,
+        {
+            "messages": [SAY, {"role": "assistant", "content": "It is", "reasoning_content": "Files."}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "chat_template_kwargs": {"enable_thinking": True, "lists": ["a", {"b": 1.5}]},
+            "reasoning_effort": "low",
+            "thinking_token_budget": 1,
+            "max_tokens": 2,
+        },
+    ),
     (TEXT, {"prompt": "def read_file(path):", **USUAL, **RARE}),
     (TEXT, {"prompt": ["a list", "a file"], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 2}),
     (TEXT, {"prompt": [5, 77, 1000], "max_tokens": 0, "echo": True, "logprobs": 0}),
@@ -175,7 +187,7 @@ CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "input": [
                 {"role": "user", "content": [{"type": "input_text", "text": "And in Rome?"}]},
-                {"type": "reasoning", "summary": []},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
                 {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "c1", "output": "12"},
             ],
