@@ -1,5 +1,5 @@
-"""Tool calls by marks, with the marks in a served model's vocabulary and its template (Gemma 4's, FunctionGemma's): only
-mark ids open a call, only offered names are calls, and arguments are always JSON."""
+"""Tool calls by marks, with the marks in a served model's vocabulary and its template (Gemma 4's, FunctionGemma's):
+only mark ids open a call, only offered names are calls, and arguments are always JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Thoughts: turned on by a request's fields, apart from the answer in every form, within their budget, and never part of
-what a grammar, a stop string or a log-probability is about."""
+"""Thoughts: turned on by a request's fields, apart from the answer in every form, within their budget, and never part
+of what a grammar, a stop string or a log-probability is about."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class Options(Sampling):
     """Options of a request: sampling parameters, and these. ValueError names the option and its range.
 
     max_tokens: most tokens to generate. stop: strings before which the text ends. thought: ids of the tokens that begin
-    and end a thought, in which stop strings do not count. ignore_eos: continue after an end-of-text token. priority: greater first. deadline: seconds from submission. constraint: masks the next token
+    and end a thought, in which stop strings do not count. ignore_eos: continue after an end-of-text token. priority:
+    greater first. deadline: seconds from submission. constraint: masks the next token
     (hybrid.engine.sampling.Constraint). speculate: drafts per pass (0: none, not of the constraint either); None: as the
     model was loaded.
     """
@@ -366,7 +367,7 @@ class Request:
             self.end()
 
     def _released(self, text: str, token: int) -> str:
-        """What can be shown after a token and its text: all of a thought, and else what no stop string can begin with."""
+        """What can be shown after a token and its text: a thought whole, else what no stop string can begin with."""
         if self._channel is None or not self._channel.take(token):
             return self._stops.push(text)
         held = self._stops.flush()

@@ -17,7 +17,7 @@ _TEXTS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text
 
 
 class ResponsesForm:
-    """An answer of /v1/responses. asked: request fields that the answer repeats. reader: None if it can only be text."""
+    """An answer of /v1/responses. asked: request fields that it repeats. reader: None if it can only be text."""
 
     def __init__(self, head: Head, asked: dict[str, Any], reader: Reader | None) -> None:
         self._head: dict[str, Any] = {

@@ -112,8 +112,8 @@ def render(
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Text of a conversation. special: `Tokenizer.special`. generate: append the start of the model's turn. tools: tool
-    descriptions for the template. guard: as of `written`. variables: further ones of the template. ChatError for invalid
-    messages, an invalid template, or a template that does not terminate."""
+    descriptions for the template. guard: as of `written`. variables: further ones of the template. ChatError for
+    invalid messages, an invalid template, or a template that does not terminate."""
     for index, message in enumerate(messages):
         if "role" not in message or not ("content" in message or "tool_calls" in message):
             raise ChatError(f"message {index} needs a role and a content")
@@ -239,8 +239,8 @@ def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
 
 
 def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
-    """Quote all fields of a message except its role. Model messages keep the marks of thoughts, by which templates remove
-    these."""
+    """Quote all fields of a message except its role. Model messages keep the marks of thoughts, by which templates
+    remove these."""
     content, thoughts = message.get("content"), message.get("role") not in OWN_ROLES
     other = {k: v if k == "role" else _nested(tokenizer, v, guard) for k, v in message.items() if k != "content"}
     if isinstance(content, str):

@@ -62,8 +62,8 @@ PRINTED_MARKS = (
     "<end_function_response>",
     "<escape>",
 )
-"""Those marks, Gemma 4's and FunctionGemma's: user-defined or control tokens, by file; printed as either, so that a thought
-or a call is never taken for text, and escaped in messages (`quote`)."""
+"""Those marks, Gemma 4's and FunctionGemma's: user-defined or control tokens, by file. They are printed as either, so
+that a thought or a call is never taken for text, and escaped in messages (`quote`)."""
 _IDS = ("bos_id", "eos_id", "unk_id", "pad_id", "after_id")
 _CACHED_WORDS = 1 << 16
 _LONG_WORD = 4096
@@ -283,8 +283,8 @@ class Tokenizer:
         yield ids
 
     def quote(self, text: str, guard: str, *, joined: bool = False, thoughts: bool = True) -> str:
-        """Escape the control tokens in `text` with the character `guard`, for `encode`. thoughts: also the marks THOUGHT.
-        joined: also prefixes of control tokens, which appended text could complete."""
+        """Escape control tokens and PRINTED_MARKS in `text` with the character `guard`, for `encode`. thoughts: with the
+        marks THOUGHT. joined: also prefixes of control tokens, which appended text could complete."""
         cutter = self._quoted if thoughts else self._spoken
         if joined:
             firsts = "".join(re.escape(c) for c in sorted(cutter.firsts))
