@@ -19,6 +19,7 @@ from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running
 from hybrid.engine.request import Options, Request
 from hybrid.serve.answers import Answer
+from hybrid.serve.thinking import ThoughtConstraint
 from hybrid.text import chat
 from hybrid.text.marks import CLOSE, OPEN, Channel
 from hybrid.text.tokenizer import CONTROL, USER_DEFINED, StreamDecoder, Tokenizer
@@ -447,6 +448,38 @@ def test_a_grammar_is_about_what_follows_the_thought(real: Running, tools: bool)
         assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["content"]) in (True, False)
     plain = thinking(real, 60, thinking_token_budget=4, chat_template_kwargs={"enable_thinking": False}, **shape)
     assert "reasoning_content" not in plain["choices"][0]["message"]  # without thinking the grammar is about all
+
+
+class Spelled:
+    """A grammar that keeps what it accepts."""
+
+    def __init__(self, text: tuple[int, ...] = ()) -> None:
+        self.text = text
+
+    def mask(self) -> None:
+        return None
+
+    def accept(self, token: int) -> None:
+        self.text += (token,)
+
+    def copy(self) -> Spelled:
+        return Spelled(self.text)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_copies_within_a_thought_share_a_grammar_until_one_goes_on(first: int) -> None:
+    model = ScriptedModel(Script())
+    model.checkpoint = checkpoint4()
+    opening, closing = marks_of(model.checkpoint.tokenizer)
+    one = ThoughtConstraint(model, Channel(opening, closing, inside=True), 9, Spelled())  # type: ignore[arg-type]
+    both = [one, one.copy()]
+    assert both[0]._grammar is both[1]._grammar
+    for n in (first, 1 - first):
+        for token in (5, closing, 70 + n, 80 + n):
+            both[n].accept(token)
+    third = both[0].copy()
+    third.accept(90)
+    assert [c._grammar.text for c in (*both, third)] == [(70, 80), (71, 81), (70, 80, 90)]  # type: ignore[union-attr]
 
 
 def test_an_effort_without_thoughts_is_reported(server: Running) -> None:

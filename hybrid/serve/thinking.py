@@ -64,6 +64,7 @@ class ThoughtConstraint(Constraint):
     def __init__(self, model: Model, channel: Channel, budget: int | None, grammar: Constraint | None) -> None:
         self._channel, self._budget, self._grammar = channel, budget, grammar
         self._begun = False  # the grammar's text
+        self._shared = False  # whether a copy has the same grammar
         tokenizer, rows = model.checkpoint.tokenizer, model.hparams.vocab
         n = tokenizer.n_tokens
         self._open = mask_of([channel.opening], rows)
@@ -93,11 +94,19 @@ class ThoughtConstraint(Constraint):
         return likely_by(self._grammar) if self._begun and self._grammar is not None else ()
 
     def accept(self, token: int) -> None:
-        if not self._channel.take(token) and self._grammar is not None:
-            self._grammar.accept(token)
-            self._begun = True
+        if self._channel.take(token) or self._grammar is None:
+            return
+        if self._shared:
+            self._grammar, self._shared = self._grammar.copy(), False
+        self._grammar.accept(token)
+        self._begun = True
 
     def copy(self) -> ThoughtConstraint:
+        """Within a thought, where drafts ask for a copy before each pass, without one of the grammar's state."""
         made = copy(self)
-        made._channel, made._grammar = copy(self._channel), None if self._grammar is None else self._grammar.copy()
+        made._channel = copy(self._channel)
+        if self._channel.inside:
+            self._shared = made._shared = True
+        elif self._grammar is not None:
+            made._grammar, made._shared = self._grammar.copy(), False
         return made
