@@ -27,6 +27,7 @@ from hybrid.core.tensor import Tensor
 from hybrid.engine.assistant import Assistant
 from hybrid.engine.request import Request
 from hybrid.engine.runner import CONTINUES, DRAFTED, Flight
+from hybrid.engine.sampling import mask_of
 from hybrid.engine.scheduler import Pass
 from hybrid.engine.speculation import MOST
 
@@ -147,6 +148,40 @@ def test_a_text_is_the_same_whatever_a_drafter_says(
                 assert {"all": drafted, "none": 0}.get(chosen, accepted) == accepted
                 assert drafted and (chosen != "some" or 0 < accepted < drafted)
             monkeypatch.setattr(Assistant, "propose", propose)
+
+
+class Bounded:
+    """Allows even ids for so many tokens, then odd ones. steady: whether it says so."""
+
+    def __init__(self, vocab: int, left: int, steady: bool) -> None:
+        self.vocab, self.left, self.says = vocab, left, steady
+
+    def mask(self) -> np.ndarray:
+        return mask_of(range(0 if self.left > 0 else 1, self.vocab, 2), self.vocab)
+
+    def accept(self, token: int) -> None:
+        self.left -= 1
+
+    def copy(self) -> Bounded:
+        return Bounded(self.vocab, self.left, self.says)
+
+    def steady(self) -> int:
+        return max(0, self.left) if self.says else 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_that_the_host_does_not_read_need_a_steady_mask(folders: Any, backend: str) -> None:
+    with loaded(folders["large"], backend, slots=2) as model:
+        found = []
+        for steady, speculate in ((True, 0), (False, GUESSES), (True, GUESSES)):
+            before, limits = model.metrics().drafted, Bounded(320, 9, steady)
+            handle = model.submit(
+                PROMPT, max_tokens=TOKENS, temperature=0, ignore_eos=True, constraint=limits, speculate=speculate
+            )
+            found.append((handle.result().ids, model.metrics().drafted - before))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert [drafted > 0 for _, drafted in found] == [False, False, True]
+    assert [token % 2 for token in found[0][0]] == [0] * 9 + [1] * (TOKENS - 9)
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------

@@ -187,6 +187,13 @@ def likely_by(constraint: Constraint) -> Sequence[int]:
     return () if likely is None else likely()
 
 
+def steady_by(constraint: Constraint) -> int:
+    """The constraint's `steady()`: for how many tokens, whatever they are, its mask stays what it is; 0 without such a
+    method. Asked once the mask is there."""
+    steady = getattr(constraint, "steady", None)
+    return 0 if steady is None else steady()
+
+
 def mask_words(vocab: int) -> int:
     """Words of a mask over `vocab` ids."""
     return -(-vocab // 32)
@@ -340,6 +347,12 @@ class SamplingState:
         constraint = self._constraints.get(slot)
         return likely_by(constraint) if constraint is not None and self.ready(constraint) else ()
 
+    def steady(self, slot: int) -> int:
+        """For how many tokens the mask of a slot's constraint stays what it is; 0 where it is not there. Raises the
+        constraint's errors."""
+        constraint = self._constraints.get(slot)
+        return steady_by(constraint) if constraint is not None and self.ready(constraint) else 0
+
     def prepare(self, slot: int) -> None:
         """Ask a slot's constraint for its next mask. Raises the constraint's errors, and ValueError for an invalid mask."""
         if slot in self._constraints and slot not in self._masks:
@@ -350,13 +363,16 @@ class SamplingState:
         return None if mask is None else checked_mask(mask, t.hparams.vocab, t.n_tokens)
 
     def allowed(self, slot: int, drafts: Sequence[int]) -> tuple[int, ...]:
-        """The leading drafts that the slot's constraint allows. Raises as `prepare`."""
+        """The leading drafts that the slot's constraint allows. While its mask is steady, these are as many as it is, also
+        those that only the device knows. Raises as `prepare`."""
         if slot not in self._constraints:
             return tuple(drafts)
         self._forget(slot)
         if not self.ready(self._constraints[slot]):
             return ()
         self.prepare(slot)
+        if steady := steady_by(self._constraints[slot]):
+            return tuple(drafts[:steady])
         masks, rows = self._masks[slot], self._rows.setdefault(slot, [])
         ahead = self._constraints[slot].copy()
         for token in drafts:
@@ -375,14 +391,14 @@ class SamplingState:
 
     def mask_rows(self, slots: Sequence[int]) -> np.ndarray:
         """int32 [slots]: rows of `masks` for output rows of these slots, written here; -1: none. Repeated slots are runs of
-        drafts."""
+        drafts, which share a steady mask."""
         rows = np.full(len(slots), -1, np.int32)
         nth: dict[int, int] = {}
         for i, slot in enumerate(slots):
             self.prepare(slot)
             if slot not in self._masks:
                 continue
-            at = nth[slot] = nth.get(slot, -1) + 1
+            at = nth[slot] = min(nth.get(slot, -1) + 1, len(self._masks[slot]) - 1)
             mask = self._masks[slot][at]
             if mask is not None:
                 rows[i] = self._rows[slot][at - 1] if at else slot

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from hybrid.engine.sampling import SamplingState
 from hybrid.engine.scheduler import Pass, Scheduler
 from hybrid.planning.passes import DRAFT_ROWS
 
+T = TypeVar("T")
 MOST = 7
 """Default limit of drafts per sequence and pass: with the last token they fill the smallest batch bucket."""
 PROBES = (8, 128)  # tokens between two probes while drafts do not pay; doubled after each probe
@@ -368,6 +369,8 @@ class SpecState:
         self.request, self.limit, self.fixed, self.among = request, limit, fixed, among
         self.likely: Sequence[int] | None = None
         """The tokens that its constraint expects now; None: with a drafter."""
+        self.steady: int | None = None
+        """Tokens for which the mask of its constraint stays, where only the device knows drafts; None: no bound."""
         self._own = Acceptance(among.rate, _DECAY)
         self.rest = 0
         """Tokens until the next attempt."""
@@ -380,7 +383,8 @@ class SpecState:
     @property
     def most(self) -> int:
         """Most drafts of the next pass."""
-        return self.limit if self.likely is None else min(self.limit, len(self.likely))
+        bound = len(self.likely) if self.likely is not None else self.steady
+        return self.limit if bound is None else min(self.limit, bound)
 
     @property
     def rate(self) -> float:
@@ -641,21 +645,27 @@ class Speculator:
         found = of.get(request)
         if found is None:
             k = self.k if request.options.speculate is None else request.options.speculate
-            if request.options.constraint is not None and self.draft is not None and not likely:
-                k = 0  # a constraint must check drafts, and the host does not read them
             found = of[request] = SpecState(request, MOST if k is None else k, k is not None, among)
         found.likely = likely or None
+        # A constraint must check drafts, unless its mask does not depend on them: the host does not read a draft model's.
+        unread = request.options.constraint is not None and self.draft is not None
+        found.steady = self._asked_of(request, SamplingState.steady, 0) if unread else None
         return found
 
     def _likely(self, request: Request) -> Sequence[int]:
-        """Tokens that the request's constraint expects; none before its last token is known."""
+        """Tokens that the request's constraint expects."""
+        nothing: Sequence[int] = ()
+        return self._asked_of(request, SamplingState.likely, nothing)
+
+    def _asked_of(self, request: Request, ask: Callable[[SamplingState, int], T], otherwise: T) -> T:
+        """What the request's constraint says; `otherwise` without one, and before its last token is known."""
         if request.options.constraint is None or self._sampling is None or request.pending or request.slot is None:
-            return ()
+            return otherwise
         try:
-            return self._sampling.likely(request.slot)
+            return ask(self._sampling, request.slot)
         except Exception as error:  # any error of a user's constraint
             self._refused(request, error)
-            return ()
+            return otherwise
 
     def _ask(self, scheduler: Scheduler, due: list[SpecState], rows: int) -> list[SpecState]:
         """Requests that get drafts in a pass that has so many rows without drafts."""

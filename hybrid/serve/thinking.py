@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EFFORTS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 65536}
 """reasoning_effort -> most tokens of thoughts; max has no bound."""
+ALWAYS = 1 << 30  # tokens
 
 
 def template(body: Templated) -> dict[str, Any]:
@@ -92,6 +93,13 @@ class ThoughtConstraint(Constraint):
     def likely(self) -> Sequence[int]:
         """The next tokens of the grammar's text."""
         return likely_by(self._grammar) if self._begun and self._grammar is not None else ()
+
+    def steady(self) -> int:
+        """For how many tokens the mask stays: without a grammar until the budget is spent, and after that."""
+        if self._grammar is not None or self._budget is None:
+            return 0
+        left = self._budget - self._channel.tokens
+        return left if left > 0 else 0 if self._channel.inside else ALWAYS
 
     def accept(self, token: int) -> None:
         if self._channel.take(token) or self._grammar is None:
