@@ -79,8 +79,8 @@ def control_of(case: Case, before: Mapping[str, Tensor]) -> tuple[TensorDecl, Te
     """Control words of a case: its live counts, and the context length that its live positions need."""
     control = np.zeros(CONTROL_WORDS, np.uint32)
     control[CONTROL["rows"]], control[CONTROL["outs"]] = (0, case.rows) if case.wanted else (case.rows, case.outs)
-    if "positions" in before:
-        control[CONTROL["context"]] = int(before["positions"].array[: case.rows].max()) + 1
+    if last := before.get("positions", before.get("views")):
+        control[CONTROL["context"]] = int(last.array[: case.rows].max()) + 1
     return TensorDecl("control", "u32", (CONTROL_WORDS,), "io"), Tensor.of(control)
 
 

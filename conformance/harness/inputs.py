@@ -35,9 +35,10 @@ def make(spec: OpSpec, case: Case, without: Collection[str] = (), backend: str =
             tensor = apply_kind(case.kinds[name], tensor, case.seed, name, _top(spec, case, name))
         count = live(spec, case, name)
         tensors[name] = tensor if count is None or count == tensor.shape[0] else _kill(tensor, count)
-    if rows is not None and "block_table" in tensors and "window" in spec.attributes:
+    sights = _sights(tensors, rows, case) if "block_table" in tensors else None
+    if sights is not None:
         for name in ("k_cache", "v_cache"):
-            tensors[name] = _hide(tensors[name], tensors["block_table"].array, rows, case, backend)
+            tensors[name] = _hide(tensors[name], tensors["block_table"].array, sights, case, backend)
     return tensors
 
 
@@ -100,6 +101,8 @@ def draw(case: Case, name: str, domain: Domain, shape: tuple[int, ...], dtype: s
     if domain.dist == "uniform":
         return values.rounded(values.uniform(seed, name, shape, float(low), float(high)), dtype)
     low, high = int(low), int(high)
+    if domain.dist == "ranges":
+        return values.rounded(np.sort(values.integers(seed, name, shape, low, high - 1), axis=-1), dtype)
     if domain.dist == "integers":
         return values.rounded(values.integers(seed, name, shape, low, high - 1), dtype)
     if domain.dist == "subset":
@@ -170,12 +173,27 @@ def _kill(tensor: Tensor, count: int) -> Tensor:
     return Tensor(tensor.dtype, tensor.shape, tuple(parts))
 
 
-def _hide(cache: Tensor, table: np.ndarray, rows: Batch, case: Case, backend: str) -> Tensor:
+Sight = tuple[int, int, int]
+"""A live row's slot, and the first and last position that it sees."""
+
+
+def _sights(tensors: Mapping[str, Tensor], rows: Batch | None, case: Case) -> list[Sight] | None:
+    """What each live row sees; None for operations that do not attend."""
+    if "views" in tensors:
+        both = np.column_stack([tensors["slots"].array, tensors["views"].array])[: case.rows]
+        return [(slot, first, last) for slot, first, last in both.tolist()]
+    if rows is None or "window" not in case.attrs:
+        return None
+    window, pairs = int(case.attrs["window"]), zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
+    return [(slot, max(0, p - window + 1) if window else 0, p) for slot, p in pairs]
+
+
+def _hide(cache: Tensor, table: np.ndarray, sights: list[Sight], case: Case, backend: str) -> Tensor:
     """Poison every cached position outside all rows' view, as a reused block may hold: NaN, or large finite numbers.
     Only numbers for the NPU, whose tile kernels multiply masked values by zero."""
-    window, size, seen = int(case.attrs["window"]), cache.shape[1], np.zeros(cache.shape[:2], bool)
-    for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
-        p = np.arange(max(0, position - window + 1) if window else 0, position + 1)
+    size, seen = cache.shape[1], np.zeros(cache.shape[:2], bool)
+    for slot, first, last in sights:
+        p = np.arange(first, last + 1)
         seen[table[slot, p // size], p % size] = True
     strange = values.integers(case.seed, "unseen", seen.shape, 0, 1) > 0
     *codes, data = (p.copy() for p in cache.parts)  # of q8_0: the scales

@@ -181,7 +181,7 @@ def _per_layer_input(call: Call) -> dict[str, np.ndarray]:
     return {"h": 1.13 * terms * own, "y": y, "y.steps": steps(call.refs["h"], call.dtypes["h"], v["w_proj"])}
 
 
-@_of("attention")
+@_of("attention", "view_attention")
 def _attention(call: Call) -> dict[str, np.ndarray]:
     q, k, v = (call.values[n] for n in ("q", "k_cache", "v_cache"))
     out, plain = _attended(call, q, np.abs(q), k, v)
@@ -217,10 +217,15 @@ def _decode_attention(call: Call) -> dict[str, np.ndarray]:
 def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
     """Sum of p|v|, with and without the factor for the largest score's terms |q||k| (a score's error is a relative
     error of its p). q_terms: q's sums without cancellation."""
-    out, plain, size, window = np.empty_like(q), np.empty_like(q), k.shape[1], call.attrs["window"]
+    out, plain, size, window = np.empty_like(q), np.empty_like(q), k.shape[1], call.attrs.get("window", 0)
     group = q.shape[1] // k.shape[3] // k.shape[2]
-    for row, (slot, pos) in enumerate(zip(call.values["slots"], call.values["positions"], strict=True)):
-        keys = np.arange(max(0, pos - window + 1) if window else 0, pos + 1)
+    for row, slot in enumerate(call.values["slots"]):
+        if "views" in call.values:
+            first, last = call.values["views"][row]
+        else:
+            last = call.values["positions"][row]
+            first = max(0, last - window + 1) if window else 0
+        keys = np.arange(first, last + 1)
         where = (call.values["block_table"][slot, keys // size], keys % size)
         heads, head_terms = (x[row].reshape(-1, group, k.shape[3]) for x in (q, q_terms))
         kh, vh = k[where].transpose(1, 2, 0), v[where].swapaxes(0, 1)  # [HK, D, J], [HK, J, D]

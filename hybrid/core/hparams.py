@@ -147,6 +147,8 @@ class HParams:
     clusters: int = 0
     """Of a head that scores the tokens of a few clusters only: their number, a divisor of `vocab`; 0: scores all."""
     clusters_used: int = 0
+    dense: int = 0
+    """Width between the two matrices after mean pooling, of a model whose results are embeddings; 0: a decoder."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -158,7 +160,7 @@ class HParams:
         _require(self.softcap < 1e30, "softcap", self.softcap, "is beyond what float32 computes with")
         _require(self.hidden % 32 == 0, "hidden", self.hidden, "must be a multiple of 32")
         _require(self.softcap >= 0, "softcap", self.softcap, "must not be negative (0 = none)")
-        for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab", "backbone", "clusters"):
+        for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab", "backbone", "clusters", "dense"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative (0 = none)")
         _require(self.backbone % 32 == 0, "backbone", self.backbone, "must be a multiple of 32")
         if self.clusters:

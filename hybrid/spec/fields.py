@@ -206,17 +206,18 @@ class Domain(Model):
         "order",
         "subset",
         "after_rows",
+        "ranges",
         "zeros",
     ]
     """places: a permutation of the live pairs. spans: consecutive parts of the live rows, some of them empty; order:
     the part of each row. subset: different integers in a row. after_rows: of each slot the position after one of its
-    rows."""
+    rows. ranges: pairs, the second not below the first."""
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None
-    """uniform, integers, permutation, subset: the lowest value."""
+    """uniform, integers, permutation, subset, ranges: the lowest value."""
     high: Expr | None = None
-    """uniform: the highest value; integers, permutation, subset: the exclusive upper bound."""
+    """uniform: the highest value; integers, permutation, subset, ranges: the exclusive upper bound."""
 
     def model_post_init(self, context: object) -> None:
         need = {
@@ -225,6 +226,7 @@ class Domain(Model):
             "integers": ("low", "high"),
             "permutation": ("low", "high"),
             "subset": ("low", "high"),
+            "ranges": ("low", "high"),
         }.get(self.dist, ())
         for key in ("scale", "low", "high"):
             if (key in need) != (getattr(self, key) is not None):

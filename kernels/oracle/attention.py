@@ -92,19 +92,42 @@ def attention(
 ) -> tuple[np.ndarray]:
     """o[T,HQ*D] = softmax(scale * q.k) v over the positions j <= pos (and pos - j < window if window > 0) of the
     row's slot; query head h reads kv head h // (HQ/HK)."""
+    first = np.maximum(0, positions - window + 1) if window > 0 else np.zeros_like(positions)
+    return view_attention(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        slots=slots,
+        views=np.stack([first, positions], axis=-1),
+        scale=scale,
+        real=real,
+    )
+
+
+def view_attention(
+    *,
+    q: np.ndarray,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_table: np.ndarray,
+    slots: np.ndarray,
+    views: np.ndarray,
+    scale: float,
+    real: Real = np.float64,
+) -> tuple[np.ndarray]:
+    """o[T,HQ*D] = softmax(scale * q.k) v over the positions views[t,0] .. views[t,1] of the row's slot."""
     o = np.empty(q.shape, real)
     heads = q.shape[1] // k_cache.shape[3]
     for slot in sorted(set(slots.tolist())):
         members = np.flatnonzero(slots == slot)
         if len(members) > 1:
-            members = members[np.argsort(positions[members], kind="stable")]  # neighbours share their keys
-        for a, b in row_blocks(len(members), heads * (int(positions[members].max()) + 1), _SCORES):
+            members = members[np.argsort(views[members, 1], kind="stable")]  # neighbours share their keys
+        for a, b in row_blocks(len(members), heads * (int(views[members, 1].max()) + 1), _SCORES):
             chunk = members[a:b]
-            pos = positions[chunk]
-            keys = np.arange(max(0, int(pos.min()) - window + 1) if window > 0 else 0, int(pos.max()) + 1)
-            visible = keys <= pos[:, None]
-            if window > 0:
-                visible &= pos[:, None] - keys < window
+            first, last = views[chunk, 0], views[chunk, 1]
+            keys = np.arange(int(first.min()), int(last.max()) + 1)
+            visible = (first[:, None] <= keys) & (keys <= last[:, None])
             seen = visible.any(axis=0)  # positions that no row sees may hold anything, NaN included
             visible, keys = visible[:, seen], keys[seen]
             o[chunk] = _one_slot(q[chunk], k_cache, v_cache, block_table[slot], keys, visible, scale, real)

@@ -1,4 +1,4 @@
-"""Token embedding look-up."""
+"""Token embedding look-up, and pooling."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def row_views(
 ) -> tuple[np.ndarray]:
     """sees i32 [T] = max(position, span_last[slot, position]). span_last [S,C]."""
     return (np.maximum(positions, span_last[slots, positions]).astype(np.int32, copy=False),)
+
+
+def mean_rows(*, x: np.ndarray, ranges: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
+    """y[O,W] = mean of the rows ranges[o,0] .. ranges[o,1] of x[R,W]."""
+    return (np.stack([x[a : b + 1].mean(axis=0, dtype=real) for a, b in ranges.tolist()]),)

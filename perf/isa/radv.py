@@ -92,23 +92,23 @@ def plans(capabilities: frozenset[str]) -> Iterator[tuple[str, Plan]]:
 
     for name, sheet in load_models().items():
         hp = sheet.hparams()
-        small = hp.only(one_of_each(hp))
+        small, ctx = hp.only(one_of_each(hp)), min(4096, hp.context_length)
         for dtype in WIDE.get(name, ("q4_0",)):
             for precision in precisions(dtype, name):
                 model = _planned(name, small, dtype, precision, capabilities)
                 tag = f"{name} {dtype} {precision}"
                 for rows in DECODE:
-                    yield f"{tag} decode {rows}", model.plan("decode", rows, rows, 4096, 32)
+                    yield f"{tag} decode {rows}", model.plan("decode", rows, rows, ctx, 32)
                 for rows in (n for n in BUCKETS if n <= chunk_of(capabilities)):
-                    yield f"{tag} prefill {rows}", model.plan("prefill", rows, 1, 4096, 1)
+                    yield f"{tag} prefill {rows}", model.plan("prefill", rows, 1, ctx, 1)
                 for rows in LOGITS:
-                    yield f"{tag} logits {rows}", plan(model.target(rows, 4096, 1), rows, rows, "prefill", sample=False)
+                    yield f"{tag} logits {rows}", plan(model.target(rows, ctx, 1), rows, rows, "prefill", sample=False)
         if name in Q8_0_CACHE:
             model = _planned(name, small, "q4_0", "auto", capabilities, "q8_0")
             for rows in (1, 8):
-                yield f"{name} q8_0 cache decode {rows}", model.plan("decode", rows, rows, 4096, 32)
+                yield f"{name} q8_0 cache decode {rows}", model.plan("decode", rows, rows, ctx, 32)
             for rows in (8, 128):
-                yield f"{name} q8_0 cache prefill {rows}", model.plan("prefill", rows, 1, 4096, 1)
+                yield f"{name} q8_0 cache prefill {rows}", model.plan("prefill", rows, 1, ctx, 1)
 
 
 def one_of_each(hp: HParams) -> list[int]:

@@ -18,7 +18,7 @@ from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.cache import CacheLayout, cache_layout
 from hybrid.kernels.vulkan.ops import decode_attention
-from hybrid.kernels.vulkan.ops._combine import OUTPUTS, record_combine, two_parts
+from hybrid.kernels.vulkan.ops._combine import OUTPUTS, record_combine, seen, two_parts, views, window_of
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -82,15 +82,20 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int, kv: s
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """o[T,HQ*D] = softmax(scale q.k) v over the positions that each live row sees; o f32, f16 or q8_act."""
-    rows, cache, device, window = step.bind["T"], cache_layout(step, t), rec.device, int(step.attrs["window"])
+    """o[T,HQ*D] = softmax(scale q.k) v over the positions that each live row sees; o f32, f16 or q8_act. Of attention, and
+    of view_attention, whose rows have `views` in place of `positions` and a window."""
+    rows, cache, device, window = step.bind["T"], cache_layout(step, t), rec.device, window_of(step)
     span = min(window, cache.context) if window else cache.context
     facts = {"rows": rows, "head_dim": step.bind["D"], "span": span}
     on_units = device.subgroup_size == 32 and device.has("f16_matrices")
     own = flash_columns(rec, step, cache) if on_units and rows > DECODE_ROWS and step.extent == "rows" else 0
     if own:
         record_flash(rec, step, t, cache, own)
-    elif rows <= DECODE_ROWS and device.tuning.choose("few_attention", FEW_DEFAULT, **facts)["decode"]:
+    elif (
+        "views" not in t
+        and rows <= DECODE_ROWS
+        and device.tuning.choose("few_attention", FEW_DEFAULT, **facts)["decode"]
+    ):
         decode_attention.attend(rec, step, t, ready=True)
     else:
         record_split(rec, step, t, cache)
@@ -99,7 +104,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
     """Columns of a head per subgroup of flash_attention.slang: the most built variant that the tuning table allows, 0
     where there is none."""
-    rows, heads, d, window = step.bind["T"], step.bind["HQ"], step.bind["D"], int(step.attrs["window"])
+    rows, heads, d, window = step.bind["T"], step.bind["HQ"], step.bind["D"], window_of(step)
     built = FLASH.get(cache.dtype, {}).get(d, ())
     if not built:
         return 0
@@ -113,12 +118,12 @@ def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
 def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout, own: int) -> None:
     """Record flash_attention.slang: tiles of rows and heads, longest contexts first. `own`: columns of a subgroup."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
-    window = int(step.attrs["window"])
+    window = window_of(step)
     pairs = PAIRS * own // d
     tile_heads = min(heads // kv_heads, pairs)
     tile_rows = pairs // tile_heads
     of = "" if cache.dtype == "f16" else f"{cache.dtype}."
-    kernel = rec.kernel(f"flash_attention.{of}{d}.{own}", OUTPUT=OUTPUTS[t["o"].dtype])
+    kernel = rec.kernel(f"flash_attention.{of}{d}.{own}", OUTPUT=OUTPUTS[t["o"].dtype], **views(t))
     push = struct.pack(
         "<8If2I",
         rows,
@@ -133,7 +138,7 @@ def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
         tile_rows,
         tile_heads,
     )
-    names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
+    names = ("q", "k_cache", "v_cache", "block_table", "slots", seen(t))
     grid = (kv_heads * -(-(heads // kv_heads) // tile_heads), Live(step.extent, per=tile_rows, cap=rows))
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], two_parts(t["o"]), push, grid)
 
@@ -141,14 +146,14 @@ def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
 def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
     """Record KV splits, one subgroup each, then their merge."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
-    window = int(step.attrs["window"])
+    window = window_of(step)
     subgroup = rec.device.subgroup_size
     span = min(window, cache.context) if window else cache.context
     tile = tiling(rows, heads // kv_heads, d, span, subgroup, cache.dtype)
 
     parts = rows * heads * tile.splits
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
-    kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
+    kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup, **views(t))
     push = struct.pack(
         "<9If5I",
         rows,
@@ -169,7 +174,7 @@ def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     )
     head_tiles = -(-(heads // kv_heads) // tile.heads)
     splits = Live("context", per=tile.min_split, cap=tile.splits * tile.min_split) if tile.splits > 1 else 1
-    names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
+    names = ("q", "k_cache", "v_cache", "block_table", "slots", seen(t))
     grid = (Live(step.extent, per=tile.rows * (WIDTH // subgroup), cap=rows), kv_heads * head_tiles, splits)
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], [part_o, part_ml], push, grid)
 
