@@ -456,11 +456,9 @@ def test_layers_that_cannot_be_are_refused() -> None:
 
 
 def test_there_is_one_registry() -> None:
-    assert [f.name for f in FAMILIES] == ["gemma3", "gemma3n", "gemma4", "gemma4_assistant"] and family_of(
-        tiny()
-    ).hf_norm_offset == 1.0
-    with pytest.raises(
-        ValueError, match="no family is called 'gemma5'; known: gemma3, gemma3n, gemma4, gemma4_assistant"
+    names = ["gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma-embedding"]
+    assert [f.name for f in FAMILIES] == names and family_of(tiny()).hf_norm_offset == 1.0
+    with pytest.raises(ValueError, match=f"no family is called 'gemma5'; known: {', '.join(names)}"
     ):
         family_named("gemma5")
     assert len(PIECES) < tiny_gemma4().vocab

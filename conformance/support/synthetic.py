@@ -157,11 +157,16 @@ def tiny_assistant(target: HParams, clusters: int = 0, **changes: Any) -> HParam
     return replace(target, **(values | changes))
 
 
+def tiny_embedding(**changes: Any) -> HParams:
+    """An EmbeddingGemma of a few thousand weights and its wide matrices; window: to each side, the row's own included."""
+    return tiny(**({"family": "gemma-embedding", "n_layers": 4, "window": 9, "dense": 3072} | changes))
+
+
 def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
     """config.json of any family. Gemma 3: as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or
     nested in the multimodal model's (`multimodal`, in the old dialect). Others: `new`, or `multimodal`; Gemma 4 with
     per_layer_config, or (`global`) with what the published files have instead."""
-    if hp.family != "gemma3":
+    if hp.family not in ("gemma3", "gemma-embedding"):
         text = {"gemma3n": _config_3n, "gemma4": _config_4, "gemma4_assistant": _config_4}[hp.family](hp)
         if hp.family == "gemma4_assistant":
             return {
@@ -208,6 +213,8 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
         "tie_word_embeddings": hp.tied,
         "layer_types": kinds,
     }
+    if hp.dense:
+        text |= {"use_bidirectional_attention": True, "sliding_window": 2 * (hp.window - 1)}
     scaled = factor != 1.0
     if dialect == "new":
         scaling = {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
@@ -306,7 +313,7 @@ def _scalar(x: float) -> int | float:
 
 
 def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors by Hugging Face name without prefix; Gemma 3's norm weights stored as w - 1. Includes the unused
+    """Random tensors by Hugging Face name without prefix; norm weights of Gemma 3 stored as w - 1. Includes the unused
     tensors of layers that read another layer's cache, as published files do."""
     rng = np.random.default_rng(seed)
     family, out = family_of(hp), {}
@@ -322,7 +329,7 @@ def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor
                 continue
             one = family.gguf_shape(hp, name, shape) if len(parts) == 1 else (shape[0] // len(parts), *shape[1:])
             scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
-            centre = 1.0 if len(shape) == 1 and hp.family != "gemma3" else 0.0
+            centre = 1.0 if len(shape) == 1 and not family.hf_norm_offset else 0.0
             out[part] = quantise(rng.normal(centre, scale, one).astype(np.float32), dtype)
     return out
 
@@ -351,8 +358,12 @@ def write_hf(
     hp = hp or tiny()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(hp, dialect)))
+    made = weights(hp, dtype, seed)
+    if hp.dense:
+        prefix = ""
+        _write_modules(folder, {name: made.pop(name) for name in ("2_Dense.linear.weight", "3_Dense.linear.weight")})
     outside = family_of(hp).hf_outside
-    named = {n if n.startswith(outside) else prefix + n: t for n, t in weights(hp, dtype, seed).items()}
+    named = {n if n.startswith(outside) else prefix + n: t for n, t in made.items()}
     named |= extra or {}
     if shards == 1:
         write_safetensors(folder / "model.safetensors", named)
@@ -366,6 +377,31 @@ def write_hf(
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(PIECES))
     return folder
+
+
+def _write_modules(folder: Path, dense: Mapping[str, Tensor]) -> None:
+    """The parts of a sentence-transformers folder around the model."""
+    kinds = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    parts = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
+    modules = [
+        {"idx": i, "name": str(i), "path": part, "type": f"sentence_transformers.models.{kind}"}
+        for i, (part, kind) in enumerate(zip(parts, kinds, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for part in parts[1:]:
+        (folder / part).mkdir(exist_ok=True)
+    width = next(iter(dense.values())).shape[1]
+    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({**pooling, "include_prompt": True}))
+    for name, tensor in dense.items():
+        part, outputs = folder / name.partition(".")[0], {"out_features": tensor.shape[0], "bias": False}
+        activation = "torch.nn.modules.linear.Identity"
+        text = json.dumps({"in_features": tensor.shape[1], **outputs, "activation_function": activation})
+        (part / "config.json").write_text(text)
+        write_safetensors(part / "model.safetensors", {"linear.weight": tensor})
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    text = json.dumps({"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"})
+    (folder / "config_sentence_transformers.json").write_text(text)
 
 
 def _pieces() -> list[tuple[str, float, int]]:

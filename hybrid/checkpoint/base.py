@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -79,6 +79,8 @@ class Checkpoint:
     """One line for each assumed default and each ignored part."""
     tool_template: str | None = None
     """The chat template for conversations with tools, if it is another one."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Of an embedding model: task -> text before an input."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "attn": ("attn_q", "attn_k", "attn_v", "attn_output"),
     "ffn": ("ffn_gate", "ffn_up", "ffn_down"),
     "experts": ("ffn_gate_up_exps", "ffn_down_exps"),
+    "dense": ("dense_2", "dense_3"),
     "inputs": ("inp_gate", "proj", "nextn.pre_projection", "nextn.post_projection"),
     "streams": ("altup_proj", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj"),
 }

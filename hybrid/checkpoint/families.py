@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4, gemma4_assistant
+from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4, gemma4_assistant, gemma_embedding
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.decoder import Shape, dead, hf_name
 from hybrid.checkpoint.fields import Fields
@@ -53,6 +53,10 @@ class Family:
     """Stem of stacked matrices -> stems of those of which GGUF files may have them joined, matrix by matrix."""
     merged_tokenizer: bool = False
     """Whether its GGUF files have the tokenizer's merges, if any; otherwise equivalent scores."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Of embedding models: task -> text before an input, where a file has none."""
+    hf_flag: str = ""
+    """The field of config.json that must be true, where another family has the same model_type without it."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
     """float32 tensors of GGUF files that are derived from hyper-parameters; fields in Hugging Face files."""
     architectures: tuple[str, ...] = ()
@@ -144,6 +148,19 @@ FAMILIES: tuple[Family, ...] = (
         renamed=gemma4_assistant.RENAMED,
         hf_outside=("lm_head", *gemma4_assistant.OUTSIDE),
     ),
+    Family(
+        name=gemma_embedding.FAMILY,
+        hf_model_types=("gemma3_text",),
+        hf_flag=gemma_embedding.BOTH_SIDES,
+        hparams_from_hf=gemma_embedding.hparams_from_hf,
+        hparams_from_gguf=gemma_embedding.hparams_from_gguf,
+        gguf_fields=gemma_embedding.gguf_fields,
+        tensors=gemma_embedding.tensors,
+        hf_config=gemma_embedding.hf_config,
+        hf_names=gemma_embedding.hf_name,
+        hf_norm_offset=1.0,
+        prompts=gemma_embedding.PROMPTS,
+    ),
 )
 
 
@@ -166,10 +183,10 @@ def tensors(hp: HParams) -> Mapping[str, Shape]:
 
 def family_of_hf(config: Fields) -> Family:
     kind = config.text("model_type")
-    for family in FAMILIES:
-        if kind in family.hf_model_types:
+    for family in reversed(FAMILIES):  # those with a flag are the last ones
+        if kind in family.hf_model_types and (not family.hf_flag or config.get(family.hf_flag) is True):
             return family
-    known = ", ".join(t for f in FAMILIES for t in f.hf_model_types)
+    known = ", ".join(dict.fromkeys(t for f in FAMILIES for t in f.hf_model_types))
     raise CheckpointError(f"{config.path}: model_type {kind!r} is not supported; known: {known}")
 
 

@@ -102,9 +102,10 @@ def _layers(
     return alternating(n_layers, kinds, window, shape, *rotations)
 
 
-def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
-    """Metadata of architecture gemma3, as llama.cpp's and Ollama's converters write it."""
-    m = metadata.under("gemma3.")
+def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool, family: str = "gemma3") -> HParams:
+    """Metadata of architecture gemma3, or of `family` with the same fields, as llama.cpp's and Ollama's converters write
+    it."""
+    m = metadata.under(f"{family}.")
     n_layers, hidden = layer_count(m, "block_count"), m.integer("embedding_length")
     heads = by_layer(m, "attention.head_count", n_layers)
     n_heads = heads[0] if heads else 0
@@ -121,9 +122,9 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
         )
     window = m.integer(key)
     if m.integer("vocab_size", vocab) != vocab:
-        m.notes.append(f"gemma3.vocab_size is {m.get('vocab_size')}: the embedding has {vocab} rows, which count")
+        m.notes.append(f"{family}.vocab_size is {m.get('vocab_size')}: the embedding has {vocab} rows, which count")
     if m.get("attention.layer_norm_rms_epsilon") is None:
-        m.notes.append("gemma3.attention.layer_norm_rms_epsilon is absent: 1e-6 is taken")
+        m.notes.append(f"{family}.attention.layer_norm_rms_epsilon is absent: 1e-6 is taken")
     ffn = by_layer(m, "feed_forward_length", n_layers)
     n_kv = heads if m.get("attention.head_count_kv") is None else by_layer(m, "attention.head_count_kv", n_layers)
     shape = {"ffn": max(ffn, default=0), "n_heads": n_heads, "n_kv_heads": n_heads, "head_dim": head_dim}
@@ -137,7 +138,7 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
         _factor_from_gguf(m, context),
     )
     return HParams(
-        family="gemma3",
+        family=family,
         hidden=hidden,
         vocab=vocab,
         context_length=context,

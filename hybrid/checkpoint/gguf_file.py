@@ -88,6 +88,7 @@ def open_gguf(path: Path) -> Checkpoint:
         name=metadata.text("general.name", path.stem),
         notes=tuple(metadata.notes),
         tool_template=metadata.optional_text("tokenizer.chat_template.tool_use"),
+        prompts=family.prompts,
     )
 
 

@@ -16,6 +16,7 @@ from hybrid.checkpoint.hf_files import MORE_TEMPLATES
 from hybrid.checkpoint.hf_tokenizer import hf_tokenizer
 from hybrid.checkpoint.look import Look
 from hybrid.checkpoint.safetensors_file import read_safetensors
+from hybrid.checkpoint.sentence import read_modules, read_prompts
 from hybrid.checkpoint.stored import Stored
 
 _PREFIXES = re.compile(r"^(?:(?:model|language_model)\.)+")
@@ -36,6 +37,9 @@ def open_hf(path: Path) -> Checkpoint:
     config = Fields(read_json(path / "config.json", required=True), path / "config.json")
     family = family_of_hf(config)
     stored, size, lost = _tensors(path)
+    if family.prompts:
+        modules, more = read_modules(path)
+        stored, size = stored | modules, size + more
     stored, notes = unpacked(path, config, stored)
     look = Look(path, stored, family.hf_names)
     vocab = look.rows(EMBEDDING)
@@ -78,6 +82,7 @@ def open_hf(path: Path) -> Checkpoint:
         name=path.resolve().name,
         notes=(*config.notes, *notes),
         tool_template=templates.get("tool_use"),
+        prompts=read_prompts(path) or family.prompts,
     )
 
 

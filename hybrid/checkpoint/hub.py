@@ -18,10 +18,11 @@ from typing import Any
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.find import hubs, sharded
 from hybrid.checkpoint.hf_files import TOKENIZER_FILES
+from hybrid.checkpoint.sentence import FILES as MODULE_FILES
 
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>.+\.gguf))?", re.ASCII)
 INDEX = "model.safetensors.index.json"
-CONFIGS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+CONFIGS = ("config.json", "generation_config.json", *TOKENIZER_FILES, *MODULE_FILES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybrid.checkpoint.base import Checkpoint, Entry, Generation
 from hybrid.checkpoint.classes import class_of
-from hybrid.checkpoint.families import is_exact, is_index, tensors
+from hybrid.checkpoint.families import family_of, is_exact, is_index, tensors
 from hybrid.checkpoint.gguf_file import open_gguf
 from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES, fitting
 from hybrid.core.errors import nearest
@@ -53,6 +53,7 @@ def random_checkpoint(
         make_tokenizer=lambda: demo_tokenizer(min(PIECES, hp.vocab)),
         name=f"{name} (random)",
         notes=("random weights: fit for measuring speed, not for reading",),
+        prompts=family_of(hp).prompts,
     )
 
 
