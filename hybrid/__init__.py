@@ -13,7 +13,7 @@ import sys
 
 # A command's modules take a while to load: Ctrl-C ends it meanwhile without a traceback. hybrid.cli.run undoes this. It
 # comes before any import that Python has not made itself.
-_COMMANDS = ("bench", "convert", "doctor", "generate", "inspect", "perplexity", "prove", "schedule", "serve")
+_COMMANDS = ("bench", "convert", "doctor", "embed", "generate", "inspect", "perplexity", "prove", "schedule", "serve")
 
 
 def _is_command() -> bool:
@@ -40,6 +40,7 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 if TYPE_CHECKING:
     from hybrid.checkpoint.base import CheckpointError
     from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot, QueueFull
+    from hybrid.embedding import EmbeddingModel, load_embedder
     from hybrid.engine.handle import Handle
     from hybrid.engine.request import Completion, Event
     from hybrid.model import Model, load
@@ -50,6 +51,7 @@ __all__ = [
     "Completion",
     "ContextExceeded",
     "DeviceLost",
+    "EmbeddingModel",
     "Event",
     "Handle",
     "Model",
@@ -57,6 +59,7 @@ __all__ = [
     "QueueFull",
     "__version__",
     "load",
+    "load_embedder",
 ]
 
 
@@ -66,12 +69,14 @@ _LATER = {
     "Completion": "hybrid.engine.handle",
     "ContextExceeded": "hybrid.core.errors",
     "DeviceLost": "hybrid.core.errors",
+    "EmbeddingModel": "hybrid.embedding",
     "Event": "hybrid.engine.handle",
     "Handle": "hybrid.engine.handle",
     "Model": "hybrid.model",
     "NoFreeSlot": "hybrid.core.errors",
     "QueueFull": "hybrid.core.errors",
     "load": "hybrid.model",
+    "load_embedder": "hybrid.embedding",
 }
 
 

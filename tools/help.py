@@ -12,6 +12,7 @@ from unittest import mock
 COMMANDS = (
     "hybrid.generate",
     "hybrid.serve",
+    "hybrid.embed",
     "hybrid.convert",
     "hybrid.inspect",
     "hybrid.perplexity",
@@ -78,7 +79,7 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     found = importlib.import_module(installed(module))
     if not hasattr(found, "main"):
         found = importlib.import_module(f"{installed(module)}.__main__")
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+    with mock.patch.multiple(argparse.ArgumentParser, parse_args=stop, parse_intermixed_args=stop):
         try:
             found.main([])
         except _Found as e:

@@ -217,6 +217,10 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
     with ExitStack() as held:
         begin = time.perf_counter()
         checkpoint = held.enter_context(open_model(args))
+        if checkpoint.hparams.dense:
+            from hybrid.bench.embedding import embeddings
+
+            return embeddings(args, checkpoint, command, held)
         schedule, opened = open_devices(args, checkpoint, held)
         device = opened.device
         opening = time.perf_counter() - begin

@@ -222,6 +222,11 @@ class Runner:
         refused: Callable[[Request, Exception], object] = lambda request, error: None,
         read: Runner | None = None,
     ) -> None:
+        if checkpoint.hparams.dense:
+            raise ValueError(
+                f"{checkpoint.path} is an embedding model, which writes no text: python -m hybrid.embed makes embeddings with "
+                "it, as hybrid.load_embedder does"
+            )
         self.checkpoint, self.device, self.refused = checkpoint, device, refused
         self.clock = LoadClock() if clock is None else clock
         schedule = schedule or find_schedule(checkpoint.hparams.family)
