@@ -91,6 +91,10 @@ ENGINE = (
     "prove",
 )
 """Arguments of `add_engine` with the same name in hybrid.load."""
+EMBEDDING = ("weights", "requantize", "precision", "ctx", "chunk", "prove")
+"""Those that hybrid.load_embedder has too."""
+UNSET = (None, False, "auto", "npu")
+"""Values of the others where they are not given."""
 
 
 def add_weights(p: argparse.ArgumentParser) -> None:

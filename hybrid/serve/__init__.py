@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_engine, add_random, add_ray, check_drafts, engine_options, open_model, replicas
+from hybrid.arguments import (
+    EMBEDDING,
+    ENGINE,
+    UNSET,
+    add_engine,
+    add_random,
+    add_ray,
+    check_drafts,
+    engine_options,
+    open_model,
+    replicas,
+)
 from hybrid.cli import Parser, UsageError, amount, positive, run, size, usage
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import Settings, loopback_names
@@ -104,12 +115,17 @@ def _main(args: argparse.Namespace) -> int:
         if not DEMO.is_file():
             raise ValueError(f"the embedded model {DEMO} does not exist: name a .gguf file or a Hugging Face directory")
         args.model = DEMO
-    open_model(args).close()  # report usage errors and unreadable files before binding the port
+    with open_model(args) as checkpoint:  # report usage errors and unreadable files before binding the port
+        embeds = checkpoint.hparams.dense > 0
 
     with usage():
         check_drafts(args)
     options = {**engine_options(args), "slots": args.slots, "queue": args.queue}
     devices = replicas(args)
+    stray = [name for name in ENGINE if name not in EMBEDDING and options[name] not in UNSET] + ["ray"] * bool(devices)
+    if embeds and stray:
+        option = "gpu-memory" if stray[0] == "memory" else stray[0]
+        raise UsageError(f"--{option} belongs to models that write text, and this one makes embeddings")
     if devices:
         if args.random is not None:
             raise UsageError("--random is for measuring one engine: leave out --ray")
@@ -119,6 +135,15 @@ def _main(args: argparse.Namespace) -> int:
         import hybrid
         from hybrid.text.chat import doubt
 
+        if embeds:
+            slots = {} if args.slots == SLOTS else {"slots": args.slots}
+            own = {name: options[name] for name in EMBEDDING} | slots
+            embedder = hybrid.load_embedder(
+                open_model(args), args.device, **own, progress=sys.stderr.isatty(), warm=not args.no_warm_up
+            )
+            for reason in embedder.passed_over:
+                print(f"passed over: {reason}", file=sys.stderr, flush=True)
+            return embedder
         model = hybrid.load(
             open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up
         )

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hybrid import __version__
-from hybrid.serve import endpoints, openapi, pages
+from hybrid.serve import embeddings, endpoints, openapi, pages
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
@@ -57,6 +57,7 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
     app.state.backend = backend
     app.state.service = service
     app.include_router(endpoints.router(service))
+    app.include_router(embeddings.router(service))
     app.include_router(pages.router())
     _add_state(app, backend, metrics)
     app.add_exception_handler(ApiError, _api_error)

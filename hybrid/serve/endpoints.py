@@ -54,7 +54,7 @@ def router(service: Service) -> APIRouter:
 
     @r.get("/v1/models/{name:path}", summary="A model by its name")
     async def one_model(name: str) -> Response:
-        return Json(described(service.model(name)))
+        return Json(described(service.served(name)))
 
     @r.post("/v1/chat/completions", summary="An answer to a conversation")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -70,7 +70,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        model = service.model(body.model)
+        model = service.served(body.model)
         if body.messages is not None:
             messages, _ = service.tool_format(model).turns(body.messages, None)
             text, guard = await service.written(request, model, messages, **thinking.template(body))
@@ -84,7 +84,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/detokenize", summary="Text of token ids")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        model = service.model(body.model)
+        model = service.served(body.model)
         check_ids(body.tokens, model, "tokens")
         return Json({"prompt": await service.aside(request, model.decode, body.tokens)})
 

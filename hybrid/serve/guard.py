@@ -21,7 +21,17 @@ from hybrid.serve.settings import Settings
 
 OPEN = ("/", "/dashboard", "/health", "/ready")
 """Paths without an API key, besides those under /page/: static pages and health checks."""
-COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+COUNTED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/api/embed",
+    "/api/embeddings",
+    "/tokenize",
+    "/detokenize",
+)
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

@@ -49,6 +49,7 @@ class Service:
         self._templates = FairPool("templates", 4)
         self._grammars = FairPool("grammars", 2)
         self._scores = FairPool("scores")
+        self._embeddings = FairPool("embeddings", 32)
         self._compiled: tuple[Model, Grammars] | None = None
         self._fingerprint: tuple[Model, str] | None = None
 
@@ -58,7 +59,14 @@ class Service:
             self._compiled[1].close()
 
     def model(self, asked: str | None) -> Model:
-        """The model, if `asked` is its name or None. ApiError 404 or 503."""
+        """The model, if `asked` is its name or None. ApiError 404 or 503; 400 for an embedding model."""
+        model = self.served(asked)
+        if model.hparams.dense:
+            raise bad_request("this model makes embeddings and writes no text: POST /v1/embeddings", "model")
+        return model
+
+    def served(self, asked: str | None) -> Model:
+        """As `model`, of any kind: a hybrid.embedding.EmbeddingModel too."""
         model = self.backend.model
         if asked is not None and asked != self.name(model):
             raise ApiError(
@@ -108,6 +116,10 @@ class Service:
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
         """Run a long call in the text thread."""
         return await self._texts.call(self._client(request), work, *args)
+
+    async def embedded(self, request: Request, work: Callable[..., T], *args: Any) -> T:
+        """Run a call of an embedding model's engine: the texts of several share its passes."""
+        return await self._embeddings.call(self._client(request), work, *args)
 
     async def written(
         self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None, **how: Any

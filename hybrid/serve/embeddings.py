@@ -1,0 +1,204 @@
+"""The endpoints of an embedding model: /v1/embeddings as OpenAI's, /v1/rerank as Cohere's, /api/embed and /api/embeddings
+as Ollama's."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
+from starlette.responses import Response
+
+from hybrid.core.errors import DeviceLost
+from hybrid.serve.errors import ApiError, bad_request
+from hybrid.serve.http import Json, JsonRoute
+from hybrid.serve.service import Service
+from hybrid.serve.wire import FirstError, Text, Wire, kind_of
+
+if TYPE_CHECKING:
+    from hybrid.embedding import EmbeddingModel
+
+INPUTS = 2048
+"""Most texts of a request, as in OpenAI's API."""
+Asked = tuple[str | list[int], str | None]
+"""A text, or ids that are taken as they are, and its task."""
+
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Ids = Annotated[list[Id], Field(min_length=1), FirstError()]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=INPUTS), FirstError()]
+
+
+def _input_kind(value: Any) -> str | None:
+    """The discriminator of an input: by its type, and its first item's."""
+    if not isinstance(value, list):
+        return "<string>" if isinstance(value, str) else None
+    first = value[0] if value else ""
+    return "<ids>" if isinstance(first, int) else "<lists>" if isinstance(first, list) else "<array>"
+
+
+Input = Annotated[
+    Annotated[Text, Tag("<string>")]
+    | Annotated[Texts, Tag("<array>")]
+    | Annotated[Ids, Tag("<ids>")]
+    | Annotated[list[Ids], Field(max_length=INPUTS), FirstError(), Tag("<lists>")],
+    Discriminator(_input_kind),
+]
+
+
+class EmbeddingsRequest(Wire):
+    input: Input
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+    task: str | None = None
+    """One of the model's tasks, whose prompt stands before each text."""
+    prompt_name: str | None = None
+    """The same, by sentence-transformers' name."""
+
+
+class Document(Wire):
+    text: Text
+
+
+class RerankRequest(Wire):
+    query: Text
+    documents: Annotated[
+        list[
+            Annotated[Annotated[Text, Tag("<string>")] | Annotated[Document, Tag("<object>")], Discriminator(kind_of)]
+        ],
+        Field(min_length=1, max_length=INPUTS),
+        FirstError(),
+    ]
+    model: str | None = None
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+
+
+class OllamaEmbed(Wire):
+    model: str | None = None
+    input: Annotated[Annotated[Text, Tag("<string>")] | Annotated[Texts, Tag("<array>")], Discriminator(_input_kind)]
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None
+
+
+class OllamaEmbeddings(Wire):
+    model: str | None = None
+    prompt: Text
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None
+
+
+def router(service: Service) -> APIRouter:
+    r = APIRouter(route_class=JsonRoute)
+
+    def embedder(asked: str | None) -> EmbeddingModel:
+        """The model. ApiError 404 or 503; 400 for one that writes text."""
+        model: Any = service.served(asked)
+        if not model.hparams.dense:
+            raise bad_request(
+                "this model writes text and makes no embeddings: start a server with an embedding model, such as "
+                "google/embeddinggemma-300m",
+                "model",
+            )
+        found: EmbeddingModel = model
+        return found
+
+    async def embedded(
+        request: Request,
+        model: EmbeddingModel,
+        texts: Sequence[Asked],
+        dimensions: int | None = None,
+        cut: bool = False,
+    ) -> tuple[np.ndarray, int]:
+        """(vectors, tokens) of texts behind their tasks' prompts. ApiError."""
+
+        def work() -> tuple[np.ndarray, int]:
+            ids = [model.encode(text, task, cut) if isinstance(text, str) else text for text, task in texts]
+            return model.embed(ids, None, dimensions), sum(map(len, ids))
+
+        try:
+            found: tuple[np.ndarray, int] = await service.unless_gone(request, service.embedded(request, work))
+        except ApiError as error:
+            if error.code == "device_lost":
+                service.backend.lost(model, DeviceLost(error.message))  # type: ignore[arg-type]
+            raise
+        return found
+
+    def named(model: EmbeddingModel) -> str:
+        return service.settings.name or model.checkpoint.name
+
+    @r.post("/v1/embeddings", summary="Embeddings of texts")
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+        model = embedder(body.model)
+        task = _task(model, body)
+        _check_dimensions(model, body.dimensions)
+        texts = [(text, task) for text in _listed(body.input)]
+        vectors, tokens = await embedded(request, model, texts, body.dimensions)
+        shown = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+        data = [{"object": "embedding", "index": i, "embedding": shown(v)} for i, v in enumerate(vectors)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return Json({"object": "list", "data": data, "model": named(model), "usage": usage})
+
+    @r.post("/v1/rerank", summary="Documents by their similarity to a query")
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        model = embedder(body.model)
+        query, document = (task if task in model.tasks else None for task in ("query", "document"))
+        documents = [d if isinstance(d, str) else d.text for d in body.documents]
+        texts = [(body.query, query), *((text, document) for text in documents)]
+        vectors, tokens = await embedded(request, model, texts)
+        scores = vectors[1:] @ vectors[0]
+        best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": float(scores[i])} for i in best]
+        for result in results if body.return_documents else ():
+            result["document"] = {"text": documents[result["index"]]}
+        return Json({"model": named(model), "results": results, "usage": {"total_tokens": tokens}})
+
+    @r.post("/api/embed", summary="Embeddings of texts, in Ollama's form")
+    async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
+        began, model = time.perf_counter_ns(), embedder(body.model)
+        _check_dimensions(model, body.dimensions)
+        texts = [(text, None) for text in _listed(body.input)]
+        vectors, tokens = await embedded(request, model, texts, body.dimensions, body.truncate is not False)
+        took = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0, "prompt_eval_count": tokens}
+        return Json({"model": named(model), "embeddings": vectors.tolist(), **took})
+
+    @r.post("/api/embeddings", summary="The embedding of a text, in Ollama's older form")
+    async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
+        vectors, _ = await embedded(request, embedder(body.model), [(body.prompt, None)], cut=True)
+        return Json({"embedding": vectors[0].tolist()})
+
+    return r
+
+
+def _listed(given: str | list[Any]) -> list[Any]:
+    """The texts of an input: strings, or lists of ids."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+def _task(model: EmbeddingModel, body: EmbeddingsRequest) -> str | None:
+    """The task that a request names. ApiError 400."""
+    task, param = (body.task, "task") if body.task is not None else (body.prompt_name, "prompt_name")
+    if task is not None and task not in model.tasks:
+        raise bad_request(
+            f"the model knows no task '{task[:64]}'; known: {', '.join(model.tasks)}", param, "invalid_value"
+        )
+    return task
+
+
+def _check_dimensions(model: EmbeddingModel, dimensions: int | None) -> None:
+    try:
+        model.check_dimensions(dimensions)
+    except ValueError as error:
+        raise bad_request(str(error), "dimensions", "invalid_value") from None
+
+
+def _base64(vector: np.ndarray) -> str:
+    """Little-endian float32, as OpenAI's clients read them."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
