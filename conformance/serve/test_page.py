@@ -1,4 +1,4 @@
-"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, no external
+"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, Markdown, markup shown as text, no external
 resources; plain HTTP, several tabs, a loading model, servers that refuse, disconnect or are down."""
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hybrid.serve.settings import Settings
 from hybrid.text.marks import CLOSE, OPEN
 
 ATTACK = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>**b**"
+DRAWN = ATTACK.replace("**", "")  # in bold
 LONG = "word " * 3000  # streams for half a minute unless stopped
 CUT = "Cut off: regenerate or continue by asking."
 RETRY, REGENERATE = "[aria-label='Send this message again']", "[aria-label='Regenerate this answer']"
@@ -34,13 +35,16 @@ def test_the_policy_and_what_the_files_name() -> None:
         assert not re.search(r"<script(?! src=\"/page/)|\bstyle=|\son\w+=|https?://(?!www\.w3\.org/2000/svg)", text), (
             file.name
         )
-    for file in FOLDER.glob("*.js"):
+    scripts = {file.name: file.read_text() for file in FOLDER.glob("*.*js")}
+    assert scripts["markdown-it.mjs"].startswith("/*! markdown-it 15.0.3 ")
+    for name, text in scripts.items():
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|https?://(?!www\.w3)",
-            file.read_text(),
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\bimport\(|\bfetch\b.*https?:",
+            text,
         )
+        assert name == "markdown-it.mjs" or not re.search(r"https?://(?!www\.w3)", text)
     with running(lambda: ScriptedModel(Script()), Settings(keys=("k",))) as server:
-        for path in ("/", "/dashboard", *(f"/page/{file.name}" for file in FOLDER.glob("*.[jc]s*"))):
+        for path in ("/", "/dashboard", *(f"/page/{file.name}" for file in FOLDER.glob("*.*[jc]s*"))):
             answer = server.http.get(path)
             assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
             assert answer.headers["x-content-type-options"] == "nosniff"
@@ -90,11 +94,11 @@ def test_a_conversation(shared: tuple[Running, ScriptedModel, Page]) -> None:
 
     script.text = ATTACK  # a model's text, and typed text, is not markup
     page.ask(ATTACK)
-    assert page.said[2:] == [ATTACK, ATTACK]
+    assert page.said[2:] == [ATTACK, DRAWN]
     assert driver.title == "Hello" and not page.by("#log img, #log script")
 
     driver.refresh()  # conversations are stored in the browser
-    until(lambda: page.said[2:] == [ATTACK, ATTACK] and driver.title == "Hello")
+    until(lambda: page.said[2:] == [ATTACK, DRAWN] and driver.title == "Hello")
 
     script.text = "Another one."
     page.click(REGENERATE, "complete")
@@ -116,6 +120,142 @@ def test_a_conversation(shared: tuple[Running, ScriptedModel, Page]) -> None:
     assert not page.said
     page.by("#list button")[0].click()
     assert len(page.said) == 4 and page.errors() == []
+
+
+MARKDOWN = """# Title
+
+A *file* and **more**, `code`.
+Formulas: $a_1 * b_2 * c$, \\(x_1 * y_2 * z\\), for $5 and $6.
+
+```python
+print(1)  # <b>
+```
+
+1. one
+   - nested
+
+2. two
+
+$$
+- a_1 * b_2
+$$
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> quoted
+
+Title
+---
+[web](https://a.example/x) [mail](mailto:a@b.example) ![picture](https://a.example/p.png)
+"""
+
+
+@pytest.mark.slow
+def test_an_answer_is_drawn_as_markdown(page: Page, model: ScriptedModel, server: Running) -> None:
+    page.driver.get(server.url)
+    model.script.text = MARKDOWN
+    page.ask("Show it")
+    tags = page.run("return [...document.querySelectorAll('.turn.assistant .say > *')].map((e) => e.tagName)")
+    assert tags == ["H2", "P", "DIV", "OL", "PRE", "DIV", "BLOCKQUOTE", "H3", "P"]
+    assert [e.text for e in page.by(".say em, .say strong, .say li li, .say td.right")] == [
+        "file",
+        "more",
+        "nested",
+        "2",
+    ]
+    assert [e.text for e in page.by(".formula")] == ["$a_1 * b_2 * c$", "\\(x_1 * y_2 * z\\)", "$$\n- a_1 * b_2\n$$"]
+    assert page.one(".code code").text == "print(1)  # <b>" and page.one(".code span").text == "python"
+    links = {e.text: e for e in page.by(".say a")}
+    assert list(links) == ["web", "mail", "picture"] and not page.by("#log img")
+    for e in links.values():
+        assert e.get_attribute("target") == "_blank" and "noopener" in e.get_attribute("rel")
+    page.click("[aria-label='Copy this code']", "Copied.")
+    page.one("#text").send_keys("\ue009v\ue000")  # Control and V
+    until(lambda: page.one("#text").get_property("value") == "print(1)  # <b>")
+    assert page.errors() == []
+
+
+@pytest.mark.slow
+def test_a_growing_answer_is_drawn_as_the_whole(page: Page, server: Running) -> None:
+    """Piece by piece, and finished blocks are not drawn again."""
+    script = """
+        const [text, step, done] = arguments;
+        import("/page/markdown.js").then(({ Drawing }) => {
+          const code = (text, language) => Object.assign(document.createElement("pre"), { textContent: `${language}: ${text}` });
+          const grown = document.createElement("div"), whole = document.createElement("div"), growing = new Drawing(grown, code);
+          const firsts = new Set();
+          for (let n = 1; n <= text.length + step; n += step) {
+            growing.draw(text.slice(0, n));
+            if (n > text.length / 2) firsts.add(grown.firstChild);
+          }
+          new Drawing(whole, code).draw(text);
+          done([grown.innerHTML, whole.innerHTML, firsts.size]);
+        })"""
+    page.driver.get(server.url)
+    for text in (MARKDOWN, MARKDOWN.replace("\n", "\r\n"), "1. a\n\n2. b\n\nc\n===\n" + "- x\n\n  y\n" * 9):
+        for step in (1, 7):
+            grown, whole, firsts = page.driver.execute_async_script(script, text, step)
+            assert grown == whole and firsts == 1
+
+
+HOSTILE = [
+    "[a](javascript:document.title='taken') [b](data:text/html,x) [c]( JaVaScRiPt:x) [d](vbscript:x) [e](/etc) [f](//x)",
+    "<javascript:document.title='taken'> [g][h]\n\n[h]: javascript:document.title='taken'",
+    "![x](https://elsewhere.example/x.png) ![y](data:image/png;base64,AAAA)\n\n<svg onload=alert(1)><iframe src=x>",
+    '[a](https://x.example/"onclick=alert(1)//) `<script>` **<b onclick=x>**',
+    "```\" onclick=alert(1) <script>\n</code></pre><script>document.title='taken'</script>\n```",
+    "> " * 3000 + "deep\n\n" + "- " * 2000 + "deep\n\n" + "[" * 20_000 + "*_" * 10_000,
+    "$" * 20_000 + "\\(" * 10_000 + "\n$$x" * 5_000,
+    "| a | b | c |\n|---|---|---|\n" + "| 1 | **2** | [3](javascript:x) |\n" * 3000,
+    "|" * 50_000 + "\n" + "|-" * 25_000,
+]
+
+
+@pytest.mark.slow
+def test_hostile_markdown_is_text_and_quick(page: Page, server: Running) -> None:
+    script = """
+        const [texts, done] = arguments;
+        import("/page/markdown.js").then(({ Drawing }) => {
+          const code = (text, language) => Object.assign(document.createElement("pre"), { textContent: `${language}: ${text}` });
+          done(texts.map((text) => {
+            const into = document.createElement("div"), began = performance.now();
+            document.body.append(into);
+            new Drawing(into, code).draw(text);
+            const took = performance.now() - began;
+            const all = [...into.querySelectorAll("*")];
+            const found = [took, all.flatMap((e) => e.getAttributeNames()), [...new Set(all.map((e) => e.tagName))], all.map((e) => e.href).filter(Boolean)];
+            into.remove();
+            return found;
+          }));
+        })"""
+    page.driver.get(server.url)
+    tags = {
+        "A",
+        "BLOCKQUOTE",
+        "CODE",
+        "DIV",
+        "EM",
+        "LI",
+        "P",
+        "PRE",
+        "STRONG",
+        "TABLE",
+        "TBODY",
+        "TD",
+        "TH",
+        "THEAD",
+        "TR",
+        "UL",
+    }
+    for text, (took, names, made, links) in zip(
+        HOSTILE, page.driver.execute_async_script(script, HOSTILE), strict=True
+    ):
+        assert took < 5000, text[:60]
+        assert set(names) <= {"href", "target", "rel", "class"} and set(made) <= tags, text[:60]
+        assert all(link.startswith("https://") for link in links), links
+    assert page.driver.title != "taken" and page.errors() == []
 
 
 @pytest.mark.slow

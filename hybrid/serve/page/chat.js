@@ -1,5 +1,6 @@
 // The chat page. Conversations are in this browser's storage, the API key in the tab's only. Messages are inserted as text
-// (textContent), never as markup.
+// and elements, never as markup: typed ones as they are, answers as Markdown.
+import { Drawing } from "/page/markdown.js";
 import { Failure, events, getJson, send } from "/page/server.js";
 import { lasting, list, load, look, migrate, newId, remove, save, saveSetting, settings, tab, watch } from "/page/store.js";
 
@@ -9,7 +10,7 @@ const SETTINGS = ["system", "reasoning_effort", ...NUMBERS];
 const FULL = "This browser's storage is full: delete conversations.";
 const PARTIAL = 500; // milliseconds between two writes of a partial answer
 let current = null; // the displayed conversation
-let running = null; // the pending answer: { conversation, turn, former, stop, timer, seen }
+let running = null; // the pending answer: { conversation, turn, former, stop, timer, seen, drawing, frame, rest }
 
 function make(tag, attributes = {}, text = "") {
   const e = document.createElement(tag);
@@ -130,10 +131,24 @@ function redraw() {
 function box(turn, n) {
   const user = turn.role === "user";
   const article = make("article", { class: `turn ${turn.role}` });
-  article.append(make("p", { class: "who" }, user ? "You" : "Model"), make("p", { class: "say" }, turn.content));
+  const said = make("div", { class: "say" }, user ? turn.content : "");
+  if (!user) {
+    const drawing = new Drawing(said, codeBox);
+    drawing.draw(turn.content);
+    if (turn === running?.turn) running.drawing = drawing;
+  }
+  article.append(make("p", { class: "who" }, user ? "You" : "Model"), said);
   if (turn.reasoning_content) thought(article, turn);
   article.append(user ? userFoot(turn, n, article) : modelFoot(turn, n));
   return article;
+}
+
+function codeBox(text, language) {
+  const box = make("div", { class: "code" }), head = make("div", { class: "head" }), pre = make("pre");
+  head.append(make("span", {}, language), button("Copy", () => copy(text), "Copy this code"));
+  pre.append(make("code", {}, text));
+  box.append(head, pre);
+  return box;
 }
 
 /** Show what the model thought, folded above its answer. */
@@ -261,7 +276,7 @@ function alternating(turns) {
 async function answer(former = null) {
   const body = request(current.turns), turn = { role: "assistant", content: "", open: true };
   const seen = { first: 0, last: 0, pieces: 0, usage: null, finish: "" };
-  const work = { conversation: current, turn, former, stop: new AbortController(), timer: 0, seen };
+  const work = { conversation: current, turn, former, stop: new AbortController(), timer: 0, seen, drawing: null, frame: 0, rest: 0 };
   running = work;
   current.turns.push(turn);
   current.changed = Date.now();
@@ -288,7 +303,7 @@ async function received(body, work) {
 }
 
 function take(event, work) {
-  const { turn, seen } = work, choice = event.choices?.[0], log = $("log");
+  const { turn, seen } = work, choice = event.choices?.[0];
   seen.usage = event.usage ?? seen.usage;
   seen.finish = choice?.finish_reason ?? seen.finish;
   const { content = "", reasoning_content = "" } = choice?.delta ?? {};
@@ -296,15 +311,26 @@ function take(event, work) {
   seen.last = performance.now();
   seen.first ||= seen.last;
   seen.pieces += 1;
-  const near = isNearEnd(log);
   turn.content += content;
-  log.lastElementChild.querySelector(".say").textContent = turn.content;
-  if (reasoning_content) {
-    turn.reasoning_content = (turn.reasoning_content ?? "") + reasoning_content;
-    thought(log.lastElementChild, turn);
-  }
-  if (near) log.scrollTop = log.scrollHeight;
+  if (reasoning_content) turn.reasoning_content = (turn.reasoning_content ?? "") + reasoning_content;
+  drawSoon(work);
   work.timer ||= setTimeout(keepPartial, PARTIAL);
+}
+
+/** Draw what has come, once in a frame, and less often where it takes long: a fifth of the time at most. */
+function drawMore(work) {
+  const log = $("log"), near = isNearEnd(log), began = performance.now();
+  work.frame = 0;
+  if (running !== work) return;
+  if (began < work.rest) return drawSoon(work);
+  work.drawing.draw(work.turn.content);
+  if (work.turn.reasoning_content) thought(log.lastElementChild, work.turn);
+  if (near) log.scrollTop = log.scrollHeight;
+  work.rest = performance.now() + 4 * (performance.now() - began);
+}
+
+function drawSoon(work) {
+  work.frame ||= requestAnimationFrame(() => drawMore(work));
 }
 
 /** Save a partial answer, so that a reload loses little of it. */
