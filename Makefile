@@ -20,7 +20,7 @@ help:
 generate: $(VENV)/.ready ## text from the embedded model (PROMPT="...", TOKENS=96)
 	@$(PY) -m hybrid.generate --device "$$(cat $(VENV)/.device)" --prompt '$(subst ','\'',$(PROMPT))' --max-tokens $(TOKENS) --stats
 
-serve: $(VENV)/.ready-serve ## a server with the embedded model: chat page, OpenAI-compatible endpoints (PORT=8000)
+serve: $(VENV)/.ready-serve ## a server with the embedded model: chat page; OpenAI's, Anthropic's and Ollama's APIs (PORT=8000)
 	@$(PY) -m hybrid.serve --device "$$(cat $(VENV)/.device)" --port $(PORT)
 
 test: $(VENV)/.ready-test ## everything that CI runs

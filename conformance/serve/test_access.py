@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from conformance.serve.test_openapi import POSTS
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running
 from hybrid.serve import parser, settings
@@ -76,10 +77,10 @@ def test_pages_of_other_origins_are_refused_without_a_key() -> None:
     "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
 def test_simple_cross_origin_requests_are_refused(plain: Running, kind: str | None) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+    for path in POSTS:
         headers = {} if kind is None else {"content-type": kind}
         answer = plain.post(path, content=json.dumps(HI).encode(), headers=headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_content_type")
+        assert answer.status_code == 400 and "Content-Type: application/json" in answer.text
     answer = plain.post(
         "/v1/chat/completions", content=json.dumps(HI), headers={"content-type": "Application/JSON; charset=utf-8"}
     )

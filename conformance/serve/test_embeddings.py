@@ -103,8 +103,18 @@ def test_ollamas_forms(embedding: Running) -> None:
     (cut,) = embedding.post("/api/embed", {"input": long}).json()["embeddings"]
     assert np.allclose(cut, model.embed([long], truncate=True)[0], atol=1e-6)
     assert embedding.post("/api/embed", {"input": long, "truncate": False}).status_code == 400
-    old = embedding.post("/api/embeddings", {"model": NAME, "prompt": "the"}).json()
+    old = embedding.post(
+        "/api/embeddings", {"model": f"{NAME}:latest", "prompt": "the", "options": {"num_gpu": 1}}
+    ).json()
     assert np.allclose(old["embedding"], model.embed(["the"])[0], atol=1e-6)
+
+
+def test_ollamas_client(embedding: Running) -> None:
+    client = pytest.importorskip("ollama").Client(embedding.url)
+    (listed,), (loaded,) = client.list().models, client.ps().models
+    assert listed.model == loaded.model == f"{NAME}:latest" and client.show(NAME).capabilities == ["embedding"]
+    found = client.embed(listed.model, ["the", "in"])
+    assert np.allclose(found.embeddings, model_of(embedding).embed(["the", "in"]), atol=1e-6)
 
 
 def test_each_kind_of_model_refuses_the_others_endpoints(embedding: Running, server: Running) -> None:
@@ -113,9 +123,12 @@ def test_each_kind_of_model_refuses_the_others_endpoints(embedding: Running, ser
         ("/v1/chat/completions", chat),
         ("/v1/completions", {"prompt": "Hi"}),
         ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {**chat, "max_tokens": 5}),
+        ("/api/chat", chat),
+        ("/api/generate", {"prompt": "Hi"}),
     ):
         answer = embedding.post(path, body)
-        assert answer.status_code == 400 and "POST /v1/embeddings" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "POST /v1/embeddings" in answer.text
     for path, body in (
         ("/v1/embeddings", {"input": "Hi"}),
         ("/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
@@ -123,9 +136,7 @@ def test_each_kind_of_model_refuses_the_others_endpoints(embedding: Running, ser
         ("/api/embeddings", {"prompt": "Hi"}),
     ):
         answer = server.post(path, body)
-        assert (
-            answer.status_code == 400 and "start a server with an embedding model" in answer.json()["error"]["message"]
-        )
+        assert answer.status_code == 400 and "start a server with an embedding model" in answer.text
 
 
 def test_options_of_models_that_write_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,5 +151,6 @@ def test_ids_of_texts_and_figures(embedding: Running) -> None:
     ids = embedding.post("/tokenize", {"prompt": "the abc"}).json()["tokens"]
     assert ids == model_of(embedding).encode("the abc")
     assert embedding.post("/detokenize", {"tokens": ids}).json()["prompt"] == model_of(embedding).decode(ids)
+    embedding.post("/v1/embeddings", {"input": "the abc"})
     text = embedding.http.get("/metrics").text
     assert 'hybrid_requests_total{endpoint="/v1/embeddings",outcome="ok"}' in text

@@ -82,7 +82,7 @@ def test_json_of_any_shape_is_read_or_refused() -> None:
             b'{"prompt": "\\ud800"}',
             b"\xef\xbb\xbf{}",
         ):
-            for path in ("/v1/completions", "/v1/responses", "/v1/chat/completions"):
+            for path in ("/v1/completions", "/v1/responses", "/v1/chat/completions", "/v1/messages"):
                 answer = server.post(path, content=body, headers={"content-type": "application/json"})
                 ignored = path == "/v1/completions" and body.startswith(b'{"prompt": "a", "metadata"')
                 assert answer.status_code == (200 if ignored else 400), (body[:60], answer.text)

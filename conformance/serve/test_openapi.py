@@ -15,9 +15,21 @@ from hypothesis import strategies as st
 from conformance.support.profile import LONG
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running
-from hybrid.serve.openapi import ERROR
+from hybrid.serve.errors import ANTHROPIC, OLLAMA
+from hybrid.serve.openapi import ANTHROPIC_ERROR, ERROR, OLLAMA_ERROR
 
-POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+POSTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/tokenize",
+    "/detokenize",
+)
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
@@ -86,6 +98,11 @@ def values(schema: Any, parts: dict[str, Any], depth: int = 0) -> st.SearchStrat
     return st.booleans() if kind == "boolean" else st.none() if kind == "null" else junk
 
 
+def error_of(path: str) -> dict[str, Any]:
+    """The declared refusal of an address."""
+    return ANTHROPIC_ERROR if path.startswith(ANTHROPIC) else OLLAMA_ERROR if path.startswith(OLLAMA) else ERROR
+
+
 def check(server: Running, path: str, body: Any) -> int:
     """The status of an answer, which must be as declared."""
     answer = server.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
@@ -94,7 +111,7 @@ def check(server: Running, path: str, body: Any) -> int:
     assert str(answer.status_code) in declared, (answer.status_code, body)
     assert "Traceback" not in answer.text and "/hybrid/" not in answer.text
     if answer.status_code >= 400:
-        jsonschema.validate(answer.json(), ERROR)
+        jsonschema.validate(answer.json(), error_of(path))
     elif answer.headers["content-type"].startswith("application/json"):
         assert isinstance(answer.json(), dict)
     return answer.status_code
@@ -118,6 +135,11 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "Hi", "options": {"num_predict": 2}},
+    "/api/show": {"model": "demo-gemma3"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -144,7 +166,8 @@ def schemas_of(server: Running, path: str) -> dict[str, Any]:
 
 def test_the_document_names_every_endpoint(server: Running) -> None:
     document = server.http.get("/openapi.json").json()
-    assert {"/v1/models", "/health", "/ready", "/metrics", *POSTS} <= set(document["paths"])
+    lists = ("/v1/models", "/api/tags", "/api/ps", "/api/version")
+    assert {*lists, "/health", "/ready", "/metrics", *POSTS} <= set(document["paths"])
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert "422" not in operation["responses"], path

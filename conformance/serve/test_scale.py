@@ -173,6 +173,7 @@ def with_front(test: Test, replicas: int = 2, script: Script | None = None, sett
 
 
 BODY = {"prompt": LONG, "max_tokens": 8}
+SAID = [{"role": "user", "content": LONG}]
 
 
 @pytest.mark.slow
@@ -228,13 +229,21 @@ def test_requests_that_a_lost_replica_has_not_begun_run_elsewhere(monkeypatch: p
     with_front(test)
 
 
-def test_a_stream_whose_replica_is_lost_ends_with_an_error_event() -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "ending"),
+    [
+        ("/v1/completions", BODY, b'data: {"error": {"message": '),
+        ("/v1/messages", {"messages": SAID, "max_tokens": 8}, b'event: error\ndata: {"type": "error", "error": '),
+        ("/api/chat", {"messages": SAID}, b'{"error": "'),
+    ],
+)
+def test_a_stream_whose_replica_is_lost_ends_with_its_apis_error(path: str, body: Any, ending: bytes) -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         for fake in fakes:
             fake.dies = "after"
-        answer = await client.post("/v1/completions", json=BODY | {"stream": True})
-        last = answer.content.strip().split(b"\n\n")[-1]
-        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+        answer = await client.post(path, json=body | {"stream": True})
+        assert answer.content.count(ending) == 1
+        assert b"the replica was lost" in answer.content[answer.content.index(ending) :]
         assert sum(len(f.calls) for f in fakes) == 1  # begun: not run again
 
     with_front(test)

@@ -113,6 +113,33 @@ def test_a_thought_is_apart_from_the_answer(either: Scripted) -> None:
     assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == own
 
 
+def test_a_thought_in_the_other_apis(scripted: Scripted) -> None:
+    """Asked for, bounded, told apart, and sent back."""
+    model, server = scripted
+    model.script.ids = ids_of(model.checkpoint.tokenizer, *THOUGHT)
+    asked = {"max_tokens": 50, "thinking": {"type": "enabled", "budget_tokens": 20}}
+    blocks = server.post("/v1/messages", {"messages": HI, **asked}).json()["content"]
+    assert blocks == [{"type": "thinking", "thinking": "Hm… é", "signature": ""}, {"type": "text", "text": "Yes ü"}]
+    assert "<|think|>" in said(model.checkpoint.tokenizer, model.script.submitted[-1]["prompt"])
+    message = server.post("/api/chat", {"messages": HI, "think": True, "stream": False}).json()["message"]
+    assert message == {"role": "assistant", "content": "Yes ü", "thinking": "Hm… é"}
+    lines = server.post("/api/generate", {"prompt": "Hi", "think": "low"}).text.splitlines()
+    assert "".join(json.loads(line).get("thinking", "") for line in lines) == "Hm… é"
+    assert "thinking" in server.post("/api/show", {}).json()["capabilities"]
+    off = {"messages": HI, "max_tokens": 50, "thinking": {"type": "disabled"}}
+    for path, body in (("/v1/messages", off), ("/api/chat", {"messages": HI, "think": False})):
+        assert server.post(path, body).status_code == 200
+        assert "<|think|>" not in said(model.checkpoint.tokenizer, model.script.submitted[-1]["prompt"])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+def test_the_other_apis_continue_a_begun_answer(scripted: Scripted, path: str) -> None:
+    model, server = scripted
+    body = {"messages": [*HI, {"role": "assistant", "content": "It is {"}], "max_tokens": 50}
+    assert server.post(path, body).status_code == 200
+    assert model.decode(model.script.submitted[-1]["prompt"]).endswith("It is {")
+
+
 @pytest.mark.parametrize(
     ("parts", "thought", "text"),
     [

@@ -128,6 +128,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage
     timings: Timings
+    stopped: str | None = None
+    """The stop string that ended it."""
 
 
 class Wakeups:
@@ -406,9 +408,8 @@ class Request:
         queued, first = (None if t is None else t - self.arrived for t in (self.begun, self.first))
         logprobs = tuple(self.logprobs) if self.options.logprobs else None
         text = "".join([e.text for e in self.events])
-        return Completion(
-            text, tuple(out), self.finish, logprobs, usage, Timings(queued, first, self.ended - self.arrived)
-        )
+        timings = Timings(queued, first, self.ended - self.arrived)
+        return Completion(text, tuple(out), self.finish, logprobs, usage, timings, self._stops.stopped)
 
     def stats(self, report: EngineReport) -> Stats:
         """Its statistics; of an open request, as if cancelled now. report: the engine's."""

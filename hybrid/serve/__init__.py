@@ -1,5 +1,5 @@
-"""python -m hybrid.serve [MODEL]: an OpenAI-compatible server with a chat page and a dashboard. All HTTP code is in
-this package."""
+"""python -m hybrid.serve [MODEL]: a server of OpenAI's, Anthropic's and Ollama's APIs with a chat page and a dashboard.
+All HTTP code is in this package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOTS = 32
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m hybrid.serve",
-        description="Serve a checkpoint: OpenAI-compatible endpoints under /v1, a chat page at /, metrics at /dashboard.",
+        description="Serve a checkpoint: OpenAI's and Anthropic's endpoints under /v1, Ollama's under /api, a chat page at /, metrics at /dashboard.",
         epilog="SIGTERM and Ctrl-C drain running requests, then exit with 0; a second one exits at once. "
         "Exit codes: 0, 1 error, 2 wrong usage, 3 device lost.",
     )

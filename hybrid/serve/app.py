@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hybrid import __version__
-from hybrid.serve import embeddings, endpoints, openapi, pages
+from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
@@ -56,8 +56,8 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
     )
     app.state.backend = backend
     app.state.service = service
-    app.include_router(endpoints.router(service))
-    app.include_router(embeddings.router(service))
+    for api in (endpoints, messages, ollama, embeddings):
+        app.include_router(api.router(service))
     app.include_router(pages.router())
     _add_state(app, backend, metrics)
     app.add_exception_handler(ApiError, _api_error)
@@ -94,15 +94,15 @@ def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
         )
 
 
-async def _api_error(_request: Request, error: Any) -> Response:
-    return Json(error.body(), error.status, error.headers())
+async def _api_error(request: Request, error: Any) -> Response:
+    return Json(error.body(request.scope["path"]), error.status, error.headers())
 
 
-async def _validation_error(_request: Request, error: Any) -> Response:
-    refusal = from_validation(error.errors())
-    return Json(refusal.body(), refusal.status)
+async def _validation_error(request: Request, error: Any) -> Response:
+    return await _api_error(request, from_validation(error.errors()))
 
 
-async def _http_error(_request: Request, error: Any) -> Response:
+async def _http_error(request: Request, error: Any) -> Response:
     refusal = of_status(error.status_code)
-    return Json(refusal.body(), refusal.status, {**(error.headers or {}), **refusal.headers()})
+    headers = {**(error.headers or {}), **refusal.headers()}
+    return Json(refusal.body(request.scope["path"]), refusal.status, headers)

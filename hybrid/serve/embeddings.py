@@ -14,9 +14,10 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from hybrid.core.errors import DeviceLost
+from hybrid.serve.adapter import Open
 from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.http import Json, JsonRoute
-from hybrid.serve.service import Service
+from hybrid.serve.service import Service, note
 from hybrid.serve.wire import FirstError, Text, Wire, kind_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class RerankRequest(Wire):
     return_documents: bool | None = None
 
 
-class OllamaEmbed(Wire):
+class OllamaEmbed(Open):
     model: str | None = None
     input: Annotated[Annotated[Text, Tag("<string>")] | Annotated[Texts, Tag("<array>")], Discriminator(_input_kind)]
     truncate: bool | None = None
@@ -88,7 +89,7 @@ class OllamaEmbed(Wire):
     keep_alive: Any = None
 
 
-class OllamaEmbeddings(Wire):
+class OllamaEmbeddings(Open):
     model: str | None = None
     prompt: Text
     options: dict[str, Any] | None = None
@@ -167,12 +168,13 @@ def router(service: Service) -> APIRouter:
         texts = [(text, None) for text in _listed(body.input)]
         vectors, tokens = await embedded(request, model, texts, body.dimensions, body.truncate is not False)
         took = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0, "prompt_eval_count": tokens}
-        return Json({"model": named(model), "embeddings": vectors.tolist(), **took})
+        answer = {"model": body.model or named(model), "embeddings": vectors.tolist(), **took}
+        return Json(answer, headers=note(body.ignored()))
 
     @r.post("/api/embeddings", summary="The embedding of a text, in Ollama's older form")
     async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
         vectors, _ = await embedded(request, embedder(body.model), [(body.prompt, None)], cut=True)
-        return Json({"embedding": vectors[0].tolist()})
+        return Json({"embedding": vectors[0].tolist()}, headers=note(body.ignored()))
 
     return r
 

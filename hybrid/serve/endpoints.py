@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hybrid.serve import options, thinking, tools
+from hybrid.serve.adapter import Names
 from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import ChatForm, CompletionForm, Echo, Head, Reader
 from hybrid.serve.http import Json, JsonRoute, packed
 from hybrid.serve.responses_form import ResponsesForm
-from hybrid.serve.responses_wire import ResponsesRequest, public
+from hybrid.serve.responses_wire import NAMES, ResponsesRequest
 from hybrid.serve.running import Job
 from hybrid.serve.schemas import LOOSER
 from hybrid.serve.service import Service, note
@@ -26,11 +28,11 @@ from hybrid.serve.wire import ChatRequest, CompletionRequest, DetokenizeRequest,
 if TYPE_CHECKING:
     from hybrid.model import Model
 
+T = TypeVar("T")
 DEFAULT_COMPLETION = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
 
 CHAT = ("tools[{}].function.parameters", "response_format.json_schema.schema")
-RESPONSES = ("tools[{}].parameters", "text.format.schema")
 
 
 def router(service: Service) -> APIRouter:
@@ -197,13 +199,18 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
     return await service.answer(request, a.jobs, ChatForm(a.head, a.readers), bool(body.stream), note(a.notes))
 
 
+async def named(service: Service, request: Request, names: Names, work: Awaitable[T]) -> T:
+    """The parsed request of another API. Errors have that API's names of fields."""
+    try:
+        return await service.unless_gone(request, work)
+    except ApiError as error:
+        error.param = names.of(error.param)
+        raise
+
+
 async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
     repeated = body.repeated()
-    try:
-        a = await service.unless_gone(request, asked_chat(service, body.chat(), request, RESPONSES))
-    except ApiError as error:
-        error.param = public(error.param)
-        raise
+    a = await named(service, request, NAMES, asked_chat(service, body.chat(), request, NAMES.schemas))
     form = ResponsesForm(a.head, repeated, a.readers[0])
     return await service.answer(request, a.jobs, form, bool(body.stream), note(a.notes))
 

@@ -1,5 +1,5 @@
-"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}, and the status of each engine
-error.
+"""Error responses in the form of each address's API, OpenAI's {"error": {"message", "type", "param", "code"}} unless it
+is another, and the status of each engine error.
 
 No response has a traceback or a local path: internal errors are described in the server's log only.
 """
@@ -17,6 +17,20 @@ from hybrid.text.chat_template import ChatError
 
 LONGEST_NAME = 64
 """Most characters of a client's field name in a message."""
+
+
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
+"""Beginnings of the addresses of these APIs."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 class InvalidSchema(ValueError):
@@ -40,7 +54,16 @@ class ApiError(Exception):
         self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
         self.retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error object of the address's API."""
+        said = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
+        if path.startswith(ANTHROPIC):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            if self.code == "context_length_exceeded":
+                said = f"prompt is too long: {said}"  # clients that shorten conversations look for these words
+            return {"type": "error", "error": {"type": kind, "message": said}}
+        if path.startswith(OLLAMA):
+            return {"error": said}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -51,9 +74,16 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         return headers
 
-    def text(self) -> bytes:
+    def text(self, path: str = "") -> bytes:
         """The body as ASCII JSON, which can encode any client text."""
-        return json.dumps(self.body()).encode()
+        return json.dumps(self.body(path)).encode()
+
+    def ending(self, path: str = "") -> bytes:
+        """The end of a failed stream."""
+        if path.startswith(OLLAMA):
+            return self.text(path) + b"\n"
+        named = b"event: error\n" if path.startswith(ANTHROPIC) else b""
+        return named + b"data: " + self.text(path) + b"\n\n"
 
 
 _OF_STATUS = {

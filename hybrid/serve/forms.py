@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hybrid.engine.request import Completion, Event, Timings, Usage
 from hybrid.engine.stats import TokenLogprob
 from hybrid.serve.errors import ApiError
-from hybrid.serve.http import packed
+from hybrid.serve.http import EVENTS, packed
 from hybrid.serve.running import Item
 from hybrid.text.marks import Channel
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
@@ -35,7 +35,13 @@ TEXTS = ("content", "reasoning_content")
 
 
 class Form(Protocol):
-    """Format of an endpoint's answer."""
+    """Format of an endpoint's answer. media: type of a stream; waiting: a chunk that keeps an idle stream open."""
+
+    @property
+    def media(self) -> str: ...
+
+    @property
+    def waiting(self) -> bytes: ...
 
     def open(self) -> bytes:
         """The first chunks of a stream."""
@@ -156,7 +162,13 @@ class Head:
         return [p for p in found if p.id not in self.ends]
 
 
-class _Choices:
+class Events:
+    """Base of forms that are streamed as server-sent events."""
+
+    media, waiting = EVENTS, b": waiting\n\n"
+
+
+class _Choices(Events):
     """Base of chat and completions: the head of every object, finished choices, the usage chunk."""
 
     prefix, chunk_object, whole_object = "", "", ""
@@ -190,7 +202,7 @@ class _Choices:
         return out + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        return event(error.body())
+        return error.ending()
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole(i) for i in range(len(self.done))]

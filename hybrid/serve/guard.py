@@ -25,6 +25,10 @@ COUNTED = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/api/chat",
+    "/api/generate",
     "/v1/embeddings",
     "/v1/rerank",
     "/api/embed",
@@ -69,9 +73,14 @@ def _check_origin(headers: Headers, host: str, cors: Sequence[str]) -> None:
         raise ApiError(403, "cross-origin request: start the server with --cors ORIGIN to allow it", code="origin")
 
 
-def _check_key(headers: Headers, keys: Sequence[str]) -> None:
+def key_of(headers: Headers) -> str:
+    """The request's key, as OpenAI's and Ollama's clients send it or as Anthropic's do; "" without one."""
     kind, _, key = headers.get("authorization", "").partition(" ")
-    given = key.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
+    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _check_key(headers: Headers, keys: Sequence[str]) -> None:
+    given = key_of(headers).encode("utf-8", "surrogateescape")
     known = [hmac.compare_digest(given, k.encode()) for k in keys]  # compare with all keys: constant time
     if not any(known):
         what = (
@@ -109,17 +118,18 @@ class Guard:
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, self._bounded(scope, receive), sent)
         except ApiError as error:
-            await _refuse(error, sent)
+            await _refuse(error, scope, sent)
         except asyncio.CancelledError:  # drain timeout; re-raising would log a traceback
             scope[OUTCOME] = "cancelled"
             if not status:
-                await _refuse(unavailable("the server is stopping: send the request elsewhere", "stopping"), sent)
+                stopping = unavailable("the server is stopping: send the request elsewhere", "stopping")
+                await _refuse(stopping, scope, sent)
         except Exception as error:
             if os.environ.get("HYBRID_DEBUG") == "1":
                 raise
             answer = internal(error)
             if not status:
-                await _refuse(answer, sent)
+                await _refuse(answer, scope, sent)
         finally:
             if self._metrics is not None and scope["path"] in COUNTED:
                 _count(self._metrics, scope, status)
@@ -164,8 +174,8 @@ def outcome_of(status: int) -> str:
     return named.get(status) or ("ok" if status < 400 else "refused" if status < 500 else "failed")
 
 
-async def _refuse(error: ApiError, send: Send) -> None:
-    body = error.text()
+async def _refuse(error: ApiError, scope: Scope, send: Send) -> None:
+    body = error.text(scope["path"])
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     raw = [(k.encode(), v.encode()) for k, v in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

@@ -83,11 +83,13 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Server-sent events from `chunks`. Ends if the client disconnects or reads nothing for `idle` seconds. Always
-    calls `ended(whole)`; whole: everything was sent."""
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+"""Media types of streams: server-sent events, and JSON objects one a line."""
 
-    media_type = "text/event-stream"
+
+class EventStream(Response):
+    """A stream of `chunks`. Ends if the client disconnects or reads nothing for `idle` seconds. Always
+    calls `ended(whole)`; whole: everything was sent."""
 
     def __init__(
         self,
@@ -95,8 +97,11 @@ class EventStream(Response):
         idle: float,
         ended: Callable[[bool], None],
         headers: Mapping[str, str] | None = None,
+        media: str = EVENTS,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(
+            media_type=media, headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
+        )
         del self.headers["content-length"]
         self._chunks, self._idle, self._ended = chunks, idle, ended
         self._since: float | None = None  # start of the current send

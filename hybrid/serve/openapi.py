@@ -6,6 +6,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from hybrid.serve.errors import ANTHROPIC, OLLAMA
+from hybrid.serve.http import EVENTS, LINES
+
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -22,6 +25,19 @@ ERROR = {
         }
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 REFUSALS = {
     "400": "The request is invalid",
     "401": "The key is missing or wrong",
@@ -34,7 +50,10 @@ REFUSALS = {
     "499": "The client disconnected",
     "503": "The model is being loaded, its device was lost, or the server is stopping",
 }
-STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+STREAMED = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), EVENTS),
+    **dict.fromkeys(("/api/chat", "/api/generate"), LINES),
+}
 
 
 def install(app: FastAPI, keys: bool) -> None:
@@ -51,17 +70,18 @@ def install(app: FastAPI, keys: bool) -> None:
 
 def amended(document: dict[str, Any], keys: bool) -> dict[str, Any]:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas["Error"] = ERROR
+    schemas |= {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "OllamaError": OLLAMA_ERROR}
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    body = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for path, methods in document["paths"].items():
+        named = "Anthropic" if path.startswith(ANTHROPIC) else "Ollama" if path.startswith(OLLAMA) else ""
+        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{named}Error"}}}
         for operation in methods.values():
             operation["responses"].pop("422", None)
             for status, about in REFUSALS.items():
                 operation["responses"].setdefault(status, {"description": about, "content": body})
             if path in STREAMED:
-                operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+                operation["responses"]["200"]["content"][STREAMED[path]] = {"schema": {"type": "string"}}
             if path == "/metrics":
                 operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
             if path == "/ready":
@@ -70,6 +90,9 @@ def amended(document: dict[str, Any], keys: bool) -> dict[str, Any]:
                     "content": {"application/json": {}},
                 }
     if keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{"key": []}, {"x-api-key": []}]
     return document

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.engine.request import Completion
 from hybrid.serve.errors import ApiError
-from hybrid.serve.forms import FINISH, Head, Reader, read, usage
+from hybrid.serve.forms import FINISH, Events, Head, Reader, read, usage
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item
 
@@ -16,7 +16,7 @@ _TEXTS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text
 """Items of text: beginning of the id, type of the part."""
 
 
-class ResponsesForm:
+class ResponsesForm(Events):
     """An answer of /v1/responses. asked: request fields that it repeats. reader: None if it can only be text."""
 
     def __init__(self, head: Head, asked: dict[str, Any], reader: Reader | None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, ValidationError, model_validator
+from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from hybrid.serve.errors import bad_request, from_validation
+from hybrid.serve.adapter import Names, chat_request
+from hybrid.serve.errors import bad_request
 from hybrid.serve.http import packed
 from hybrid.serve.wire import (
     I32,
@@ -27,6 +28,11 @@ from hybrid.serve.wire import (
     kind_of,
     other_type,
     wrong,
+)
+
+NAMES = Names(
+    {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"},
+    ("tools[{}].parameters", "text.format.schema"),
 )
 
 
@@ -258,11 +264,7 @@ class ResponsesRequest(SamplingFields):
             if f.schema_ is not None:
                 shape["json_schema"] = {"name": f.name or "answer", "schema": f.schema_, "strict": f.strict}
             body["response_format"] = shape
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            refusal = from_validation(error.errors(include_url=False))
-            raise bad_request(refusal.message, public(refusal.param), refusal.code) from None
+        return chat_request(body, NAMES)
 
     def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -289,10 +291,3 @@ class ResponsesRequest(SamplingFields):
             if thought and out[-1]["role"] == "assistant":
                 out[-1]["reasoning_content"], thought = thought, ""
         return out
-
-
-def public(param: str | None) -> str | None:
-    """This endpoint's name of a chat request's field."""
-    renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
-    first = (param or "").partition("[")[0].partition(".")[0]
-    return renamed.get(first, param)

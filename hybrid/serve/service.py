@@ -18,7 +18,7 @@ from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, internal, printable
 from hybrid.serve.forms import Form, Tokens
 from hybrid.serve.grammars import GrammarConstraint, Grammars
-from hybrid.serve.guard import BEGAN, OUTCOME, outcome_of
+from hybrid.serve.guard import BEGAN, OUTCOME, key_of, outcome_of
 from hybrid.serve.http import EventStream, Gone, Json, until_gone
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.options import Seeds
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hybrid.model import Model
 
 T = TypeVar("T")
-WAITING = b": waiting\n\n"
+LATEST = ":latest"
 NOTE = "x-hybrid-note"
 """Response header: ignored parts of the request."""
 
@@ -59,7 +59,7 @@ class Service:
             self._compiled[1].close()
 
     def model(self, asked: str | None) -> Model:
-        """The model, if `asked` is its name or None. ApiError 404 or 503; 400 for an embedding model."""
+        """The model, if `asked` is its name, with or without Ollama's tag, or None. ApiError 404 or 503; 400 for an embedding model."""
         model = self.served(asked)
         if model.hparams.dense:
             raise bad_request("this model makes embeddings and writes no text: POST /v1/embeddings", "model")
@@ -68,7 +68,7 @@ class Service:
     def served(self, asked: str | None) -> Model:
         """As `model`, of any kind: a hybrid.embedding.EmbeddingModel too."""
         model = self.backend.model
-        if asked is not None and asked != self.name(model):
+        if asked is not None and asked.removesuffix(LATEST) != self.name(model).removesuffix(LATEST):
             raise ApiError(
                 404,
                 f"this server has one model, '{self.name(model)}' (GET /v1/models)",
@@ -185,7 +185,7 @@ class Service:
     def _client(self, request: Request) -> str:
         """The client's identity for fair scheduling: the API key if keys are required, else the peer address."""
         address = request.client.host if request.client is not None else ""
-        return request.headers.get("authorization", address) if self.settings.keys else address
+        return key_of(request.headers) if self.settings.keys else address
 
     def count(self, n: int) -> None:
         """Check the number of choices. ApiError 400."""
@@ -207,7 +207,7 @@ class Service:
             if not whole:
                 request.scope[OUTCOME] = "cancelled"
 
-        return EventStream(self._chunks(feed, form, request), self.settings.idle, ended, headers)
+        return EventStream(self._chunks(feed, form, request), self.settings.idle, ended, headers, form.media)
 
     async def unless_gone(self, request: Request, work: Awaitable[T]) -> T:
         """The result of `work`, cancelled if the client disconnects. ApiError 499."""
@@ -228,7 +228,7 @@ class Service:
             if chunk := form.open():
                 yield chunk
             async for batch in feed.batches():
-                chunk = b"".join(form.push(item) for item in batch) if batch else WAITING
+                chunk = b"".join(form.push(item) for item in batch) if batch else form.waiting
                 if chunk:
                     yield chunk
             yield form.close()

@@ -89,7 +89,7 @@ LOOSE = {
     },
     "unevaluatedProperties": True,
 }
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -135,13 +135,19 @@ def _item(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **tool["function"]}
 
 
-CHAT, TEXT, RESPONSES, IDS, BACK = (
+CHAT, TEXT, RESPONSES, MESSAGES, IDS, BACK = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/tokenize",
     "/detokenize",
 )
+OLLAMA_CHAT, OLLAMA_TEXT = "/api/chat", "/api/generate"
+CACHED = {"cache_control": {"type": "ephemeral"}}
+READ = {"name": "weather", "description": "Of a place.", "input_schema": WEATHER["function"]["parameters"], **CACHED}
+USED = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"place": "Rome"}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "12"}], "is_error": False}
 CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": [SAY], **USUAL}),
     (CHAT, {"messages": [SAY], **USUAL, **RARE, "n": 2, "logprobs": True, "top_logprobs": 3}),
@@ -211,6 +217,49 @@ CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
             "max_output_tokens": 2,
         },
     ),
+    (
+        MESSAGES,
+        {"messages": [SAY], "max_tokens": 2, "system": "Be short.", "temperature": 0.7, "stop_sequences": ["e"]},
+    ),
+    (
+        MESSAGES,
+        {
+            "system": [{"type": "text", "text": "Be short.", **CACHED}],
+            "messages": [
+                SAY,
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, USED]},
+                {"role": "user", "content": [RESULT, {"type": "text", "text": "And now?"}]},
+            ],
+            "tools": [READ, {"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "metadata": {"user_id": "u"},
+            "max_tokens": 2,
+            "stream": True,
+        },
+    ),
+    (
+        f"{MESSAGES}/count_tokens",
+        {"messages": [SAY], "output_config": {"format": {"type": "json_schema", "schema": PERSON}, "effort": "low"}},
+    ),
+    (
+        OLLAMA_CHAT,
+        {
+            "messages": [
+                SAY,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"place": "x"}}}]},
+                {"role": "tool", "tool_name": "weather", "content": "12"},
+            ],
+            "tools": [WEATHER],
+            "options": {"num_predict": 2, "temperature": 0.7, "num_ctx": 2048, "stop": ["e"], "repeat_penalty": 1.1},
+            "keep_alive": "5m",
+            "think": False,
+        },
+    ),
+    (OLLAMA_CHAT, {"messages": [SAY], "format": PERSON, "options": {"num_predict": 2}, "stream": False}),
+    (OLLAMA_TEXT, {"prompt": "import os", "raw": True, "options": {"num_predict": 2, "seed": 5}, "logprobs": True}),
+    (OLLAMA_TEXT, {"prompt": "A person.", "system": "Be short.", "format": "json", "options": {"num_predict": 2}}),
+    ("/api/show", {"model": ""}),
     (IDS, {"prompt": "def f():\n    return 'é'", "add_special_tokens": False, "return_token_strs": True}),
     (IDS, {"messages": HISTORY}),
     (BACK, {"tokens": [5, 77, 1000]}),
@@ -1124,9 +1173,11 @@ async def _send(writer: asyncio.StreamWriter, sent: Sequence[bytes]) -> None:
 
 BUSY = (429, 503)
 REFUSALS = (400, 401, 403, 404, 405, 408, 413, 429, 431, 503)
-ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
-"""Of the last event of a response."""
+ENDS = ("response.completed", "response.incomplete", "response.failed", "error", "message_stop")
+"""Of the last event of a response or a message."""
 UNINFORMATIVE = "the body must be one JSON object"
+FAILED = "the server failed"
+"""Begins the message of an internal error."""
 
 
 LEAKS = (
@@ -1181,6 +1232,8 @@ def _judged(request: Request, answer: Answer) -> str | None:
         return _refused(request, answer)
     if answer.status == 200 and answer.header("content-type").startswith("text/event-stream"):
         return _streamed(request, answer.body)
+    if answer.status == 200 and answer.header("content-type") == "application/x-ndjson":
+        return _lines(answer.body)
     if answer.header("content-type") == "application/json":
         return None if _is_object(answer.body) else f"no JSON object: {answer.body[:200]!r}"
     return None
@@ -1201,7 +1254,13 @@ def _refused(request: Request, answer: Answer) -> str | None:
 
 
 def _error(request: Request, said: Any) -> str | None:
-    error = said.get("error") if isinstance(said, dict) and len(said) == 1 else None
+    error = said.get("error") if isinstance(said, dict) else None
+    if isinstance(error, str) and len(said) == 1:  # Ollama's
+        error = {"message": error, "type": "error", "param": None, "code": None}
+    elif isinstance(error, dict) and set(error) == {"type", "message"} and said.get("type") == "error":  # Anthropic's
+        error = {**error, "param": None, "code": None}
+    elif isinstance(said, dict) and len(said) > 1:
+        error = None
     if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
         return f"not the declared error: {str(said)[:300]}"
     named = isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
@@ -1227,14 +1286,27 @@ def _streamed(request: Request, body: bytes) -> str | None:
             return f"an event is no JSON: {event[:200]!r}"
     if not isinstance(last, dict) or not ("error" in last or last.get("type") in ENDS):
         return f"a stream ended with {body[-200:]!r}"
-    error = last if last.get("type") == "error" else last.get("error")
+    error = last.get("error", last) if last.get("type") == "error" else last.get("error")
     if error is None:
         return None
-    if error.get("code") == "internal_error":
+    if error.get("code") == "internal_error" or error.get("type") == "api_error":
         return f"a stream failed: {error}"
     return _error(
         request, {"error": {"type": "error", **{k: error.get(k) for k in ("message", "type", "param", "code")}}}
     )
+
+
+def _lines(body: bytes) -> str | None:
+    """What is wrong about a stream of objects, one a line."""
+    try:
+        said = [json.loads(line) for line in body.splitlines()]
+    except ValueError:
+        return f"a line is no JSON: {body[-200:]!r}"
+    if not said or not all(isinstance(s, dict) for s in said) or not (said[-1].get("done") or "error" in said[-1]):
+        return f"a stream ended with {body[-200:]!r}"
+    if str(said[-1].get("error")).startswith(FAILED):
+        return f"a stream failed: {said[-1]}"
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

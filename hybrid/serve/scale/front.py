@@ -18,9 +18,8 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybrid.serve.errors import ApiError, of_status, unavailable
-from hybrid.serve.forms import event
 from hybrid.serve.guard import Guard
-from hybrid.serve.http import EventStream, Gone, Json, until_gone
+from hybrid.serve.http import EVENTS, LINES, EventStream, Gone, Json, until_gone
 from hybrid.serve.scale.calls import Call, Head
 from hybrid.serve.scale.routing import Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
@@ -124,8 +123,10 @@ class Front:
             self._lost(replica)
             if begun is None:
                 raise
-            if any(v.startswith(b"text/event-stream") for k, v in begun.headers if k.lower() == b"content-type"):
-                yield event(unavailable("the replica was lost in the middle of this answer", "replica_lost").body())
+            kind = next((v.decode("latin-1") for k, v in begun.headers if k.lower() == b"content-type"), "")
+            if kind.startswith((EVENTS, LINES)):
+                lost = unavailable("the replica was lost in the middle of this answer", "replica_lost")
+                yield lost.ending(call.path)
         finally:
             self._open[replica] -= 1
 

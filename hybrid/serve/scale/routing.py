@@ -29,7 +29,7 @@ def beginning(path: str, body: bytes) -> str:
         said = from_json(body[:LOOKED], allow_partial="trailing-strings" if len(body) > LOOKED else "off")
         if not isinstance(said, dict):
             return ""
-        first = [said[k] for k in ("tools", "instructions") if said.get(k) is not None]
+        first = [said[k] for k in ("tools", "instructions", "system") if said.get(k) is not None]
         rest: Any = said.get("messages", said.get("input", said.get("prompt")))
         if rest is None:
             return ""
