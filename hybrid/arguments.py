@@ -201,7 +201,7 @@ def add_drafts(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft",
         metavar="FILE",
-        help="speculative decoding with a smaller model with the same tokenizer, or with `lookup`",
+        help="speculative decoding with a smaller model of the same tokenizer, with the assistant of a Gemma 4, or with `lookup`",
     )
     p.add_argument(
         "--speculate",
