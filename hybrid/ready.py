@@ -114,11 +114,8 @@ def drafter_for(
         schedule = find_schedule(found.hparams.family)
         opened = open_again(model.opened, schedule, LENT)
         config = EngineConfig(ctx=ctx, slots=1 if slots is None else slots, shared=slots is None)
-        if prove and not proved(opened, found, config, schedule):
-            raise RuntimeError(
-                f"{opened.main.name} computes wrong results with {found.path} (python -m hybrid.prove): load it again, and "
-                "other kernels are used"
-            )
+        if prove:
+            _check_proved(opened, found, config, schedule)
         runner = Runner(found, opened.device, config, schedule)
         if warm:
             runner.warm(draft=True)
@@ -127,9 +124,7 @@ def drafter_for(
 
         return DraftModel(runner, f"draft {found.path} on {opened.device.name}", partial(_close, opened, found))
     except BaseException:
-        if opened is not None:
-            opened.device.close()
-        found.close()
+        _close(opened, found)
         raise
 
 
@@ -144,19 +139,14 @@ def assistant_for(model: Ready, found: Checkpoint, warm: bool = False, prove: bo
         opened = open_again(model.opened, schedule, lent)
         kv = read.plan("decode", 1, 1).tensors[lent["kv.global.k"]].dtype
         config = EngineConfig(ctx=engine.cache.ctx, slots=engine.cache.slots, chunk=1, kv=kv)  # type: ignore[arg-type]
-        if prove and not proved(opened, found, config, schedule):
-            raise RuntimeError(
-                f"{opened.main.name} computes wrong results with {found.path} (python -m hybrid.prove): load it again, and "
-                "other kernels are used"
-            )
+        if prove:
+            _check_proved(opened, found, config, schedule)
         runner = Runner(found, opened.device, config, schedule, read=read)
         runner.warm(draft=True) if warm else runner.warm_up()
         close = partial(_close, opened, found)
         return Assistant(runner, f"assistant {found.path} on {opened.device.name}", lent, close)
     except BaseException:
-        if opened is not None:
-            opened.device.close()
-        found.close()
+        _close(opened, found)
         raise
 
 
@@ -174,6 +164,15 @@ def _check_pieces(draft: Checkpoint, target: Checkpoint) -> None:
         )
 
 
-def _close(opened: Opened, checkpoint: Checkpoint) -> None:
-    opened.device.close()
+def _check_proved(opened: Opened, draft: Checkpoint, config: EngineConfig, schedule: Schedule) -> None:
+    if not proved(opened, draft, config, schedule):
+        raise RuntimeError(
+            f"{opened.main.name} computes wrong results with {draft.path} (python -m hybrid.prove): load it again, and "
+            "other kernels are used"
+        )
+
+
+def _close(opened: Opened | None, checkpoint: Checkpoint) -> None:
+    if opened is not None:
+        opened.device.close()
     checkpoint.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
 from hybrid.checkpoint.families import is_exact, tensors
 from hybrid.core.hparams import HParams
-from hybrid.core.units import parse_bytes
 from hybrid.devices.transfers import Transfers
 from hybrid.engine.loading import OverBudget
 from hybrid.kernels.vulkan.kernel import kernels_digest
@@ -138,10 +136,8 @@ def test_the_host_table_is_selected_where_memory_is_short(tmp_path: Path) -> Non
     folder = write_hf(tmp_path, tiny_gemma4())
     with pytest.raises(OverBudget) as refused:
         load(folder, "vulkan", memory="1MiB", schedule="gemma4")
-    together = re.search(r"together ([\d.]+ \w+)", str(refused.value))
-    assert together is not None
-    enough = parse_bytes(together[1])
-    with load(folder, "vulkan", memory=enough + (1 << 20)) as model:
+    enough = refused.value.needs
+    with load(folder, "vulkan", memory=enough) as model:
         assert model.passed_over == () and "cpu" not in model.device
     short = enough - (16 << 10)
     with load(folder, "vulkan", memory=short) as model:

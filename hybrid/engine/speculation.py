@@ -649,13 +649,13 @@ class Speculator:
         found.likely = likely or None
         # A constraint must check drafts, unless its mask does not depend on them: the host does not read a draft model's.
         unread = request.options.constraint is not None and self.draft is not None
-        found.steady = self._asked_of(request, SamplingState.steady, 0) if unread else None
+        found.steady = self._asked_of(request, lambda s, slot: s.steady(slot), 0) if unread else None
         return found
 
     def _likely(self, request: Request) -> Sequence[int]:
         """Tokens that the request's constraint expects."""
         nothing: Sequence[int] = ()
-        return self._asked_of(request, SamplingState.likely, nothing)
+        return self._asked_of(request, lambda s, slot: s.likely(slot), nothing)
 
     def _asked_of(self, request: Request, ask: Callable[[SamplingState, int], T], otherwise: T) -> T:
         """What the request's constraint says; `otherwise` without one, and before its last token is known."""
