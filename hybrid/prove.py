@@ -39,10 +39,13 @@ def all_models() -> list[str]:
 def opened_model(name: str) -> Iterator[Subject]:
     """A file, or a published size with random weights and its first layers, which have every kind."""
     from hybrid.checkpoint import open_checkpoint
-    from hybrid.checkpoint.random import random_checkpoint
+    from hybrid.checkpoint.random import random_checkpoint, random_shape
     from hybrid.engine.loading import EngineConfig
 
-    found = random_checkpoint(name, layers=LAYERS) if name in model_names() else open_checkpoint(name)
+    if name in model_names():
+        found = random_checkpoint(name, layers=min(LAYERS, random_shape(name).n_layers))
+    else:
+        found = open_checkpoint(name)
     with found as checkpoint:
         yield Subject(checkpoint, EngineConfig(slots=1, shared=True, drafts=2))
 
