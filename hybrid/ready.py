@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hybrid.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from hybrid.core import garbage
+from hybrid.core.device import Device
 from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
 from hybrid.engine.assistant import Assistant, check_pair, lent_to
-from hybrid.engine.loading import EngineConfig, LoadClock, with_budget
+from hybrid.engine.loading import EngineConfig, LoadClock, OverBudget, fitted, with_budget
 from hybrid.engine.loop import QUEUE, Engine
 from hybrid.engine.runner import Runner
 from hybrid.engine.speculation import LENT, Drafter, DraftModel, Lookup
+from hybrid.kernels.host.memory import usable_bytes
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 
 
@@ -71,6 +73,21 @@ def ready(
     if not isinstance(device, str):
         raise RuntimeError(f"{opened.main.name} computes wrong results (python -m hybrid.prove): open it again")
     return ready(checkpoint, device, named, config, clock, npu, warm, queue, prove)
+
+
+def has_room(checkpoint: Checkpoint, device: Device, config: EngineConfig, schedule: str | None = None) -> bool:
+    """Whether a model fits the device's free memory: with every weight and a full context for each slot; of an embedding
+    model one longest text. schedule: by name (default: the family's)."""
+    free = usable_bytes() if device.available is None else device.available
+    embeds = checkpoint.hparams.dense > 0
+    if config.memory is not None and not embeds:
+        return config.memory <= free
+    found = find_schedule(checkpoint.hparams.family) if schedule is None or embeds else named_schedule(schedule)
+    try:
+        _, budget = fitted(replace(config, memory=free, blocks=(0, 0)), checkpoint, device, found)
+    except OverBudget:
+        return False
+    return budget is not None and not budget.spill and budget.sequences >= (1 if embeds else config.slots)
 
 
 def proved(opened: Opened, checkpoint: Checkpoint, config: EngineConfig, schedule: Schedule) -> bool:

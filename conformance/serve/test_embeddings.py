@@ -136,7 +136,7 @@ def test_each_kind_of_model_refuses_the_others_endpoints(embedding: Running, ser
         ("/api/embeddings", {"prompt": "Hi"}),
     ):
         answer = server.post(path, body)
-        assert answer.status_code == 400 and "start a server with an embedding model" in answer.text
+        assert answer.status_code == 400 and "serve and name an embedding model" in answer.text
 
 
 def test_options_of_models_that_write_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import httpx
 import uvicorn
 
 from hybrid.serve.app import make_app
+from hybrid.serve.models import Several
 from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import Settings
 
@@ -54,7 +55,10 @@ class Running:
 
 @contextmanager
 def running(
-    load: Callable[[], Any], settings: Settings | None = None, wait: bool = True, listening: socket.socket | None = None
+    load: Callable[[], Any] | Several,
+    settings: Settings | None = None,
+    wait: bool = True,
+    listening: socket.socket | None = None,
 ) -> Iterator[Running]:
     """`wait`: until the model is loaded. `listening`: in place of a free port of the loopback address."""
     ended: list[tuple[int, str]] = []
@@ -64,7 +68,7 @@ def running(
     listening = listening or listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
     found = Running(app, server, listening.getsockname(), ended)
-    with patch("hybrid.serve.backend.gc", UNTOUCHED):
+    with patch("hybrid.serve.backend.gc", UNTOUCHED), patch("hybrid.core.garbage.gc", UNTOUCHED):
         thread.start()
         try:
             until(lambda: server.started)

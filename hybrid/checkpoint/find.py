@@ -69,6 +69,12 @@ def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
     return found
 
 
+def models_in(folder: Path) -> list[Path]:
+    """GGUF files and Hugging Face directories directly in a folder, of split files the first part; unopened."""
+    directories = [path.parent for path in _listed(folder, "*/config.json")]
+    return sorted([*directories, *(f for f in _listed(folder, "*.gguf") if not _LATER_PART.search(f.name))])
+
+
 def places(env: Mapping[str, str] = os.environ) -> list[Path]:
     """The folders that are searched."""
     home = Path(env.get("HOME") or Path.home())

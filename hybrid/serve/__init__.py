@@ -1,12 +1,16 @@
-"""python -m hybrid.serve [MODEL]: a server of OpenAI's, Anthropic's and Ollama's APIs with a chat page and a dashboard.
+"""python -m hybrid.serve [MODEL ...]: a server of OpenAI's, Anthropic's and Ollama's APIs with a chat page and a dashboard.
 All HTTP code is in this package."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid.arguments import (
     EMBEDDING,
@@ -24,6 +28,11 @@ from hybrid.cli import Parser, UsageError, amount, positive, run, size, usage
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import Settings, loopback_names
 
+if TYPE_CHECKING:
+    from hybrid.checkpoint import Checkpoint
+    from hybrid.model import Model
+    from hybrid.serve.models import Several
+
 HOST, PORT = "127.0.0.1", 8000
 SLOTS = 32
 
@@ -36,13 +45,20 @@ def parser() -> argparse.ArgumentParser:
         "Exit codes: 0, 1 error, 2 wrong usage, 3 device lost.",
     )
     p.add_argument(
-        "model",
-        nargs="?",
+        "models",
+        nargs="*",
         type=Path,
         metavar="MODEL",
-        help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face (default: the embedded demonstration model)",
+        help=".gguf file, Hugging Face directory, OWNER/NAME[:FILE.gguf] on Hugging Face, or a folder of models (default: the embedded demonstration model)",
     )
+    p.set_defaults(model=None)
     add_random(p)
+    p.add_argument(
+        "--keep",
+        type=positive,
+        metavar="N",
+        help="of several models, most that stay loaded; the least recently used one goes first (as many as fit)",
+    )
     p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every interface ({HOST})")
     p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 picks a free one and prints it ({PORT})")
     p.add_argument("--name", default="", help="the model's name in requests (the checkpoint's name)")
@@ -111,15 +127,19 @@ def _main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the server needs {error.name}, which is not installed: pip install hybrid-kernels[serve]"
         ) from None
+    given: list[Path] = [path for named in args.models for path in _inside(named)]
+    args.model = given[0] if given else None
     if args.model is None and args.random is None:
         if not DEMO.is_file():
             raise ValueError(f"the embedded model {DEMO} does not exist: name a .gguf file or a Hugging Face directory")
         args.model = DEMO
     with open_model(args) as checkpoint:  # report usage errors and unreadable files before binding the port
-        embeds = checkpoint.hparams.dense > 0
+        embeds = checkpoint.hparams.dense > 0 and len(given) < 2
 
     with usage():
         check_drafts(args)
+    if len(given) > 1:
+        _check_several(args)
     options = {**engine_options(args), "slots": args.slots, "queue": args.queue}
     devices = replicas(args)
     stray = [name for name in ENGINE if name not in EMBEDDING and options[name] not in UNSET] + ["ray"] * bool(devices)
@@ -131,22 +151,21 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError("--random is for measuring one engine: leave out --ray")
         return _ray(args, {"path": args.model, **options}, devices)
 
-    def load() -> Any:
+    def load(opened: Callable[[], Checkpoint] = lambda: open_model(args)) -> Model:
         import hybrid
         from hybrid.text.chat import doubt
 
-        if embeds:
+        checkpoint = opened()
+        how: dict[str, Any] = {"device": args.device, "progress": sys.stderr.isatty(), "warm": not args.no_warm_up}
+        if checkpoint.hparams.dense:
             slots = {} if args.slots == SLOTS else {"slots": args.slots}
-            own = {name: options[name] for name in EMBEDDING} | slots
-            embedder = hybrid.load_embedder(
-                open_model(args), args.device, **own, progress=sys.stderr.isatty(), warm=not args.no_warm_up
+            embedder: Any = hybrid.load_embedder(
+                checkpoint, **{name: options[name] for name in EMBEDDING}, **slots, **how
             )
             for reason in embedder.passed_over:
                 print(f"passed over: {reason}", file=sys.stderr, flush=True)
             return embedder
-        model = hybrid.load(
-            open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up
-        )
+        model = hybrid.load(checkpoint, **options, **how)
         c = model.checkpoint
         told = (*(f"passed over: {p}" for p in model.passed_over), *model.engine.runner.memory_lines())
         for line in (*told, *doubt(c.tokenizer, c.chat_template)):
@@ -154,8 +173,86 @@ def _main(args: argparse.Namespace) -> int:
         return model
 
     return process.serve(
-        load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log
+        load if len(given) < 2 else _several(args, given, options, load),
+        settings(args),
+        host=args.host,
+        port=args.port,
+        drain=args.drain,
+        access_log=args.access_log,
     )
+
+
+def _inside(path: Path) -> list[Path]:
+    """The models of a folder, those that cannot be served passed over; else the path itself, which names one model.
+    ValueError for a folder without any."""
+    from hybrid.checkpoint.find import models_in
+
+    if not path.is_dir() or (path / "config.json").exists():
+        return [path]
+    found = models_in(path)
+    kept = [one for one in found if not _is_passed_over(one)]
+    if not kept:
+        what = (
+            f"none of its {len(found)} models can be served" if found else "it holds no .gguf file or model directory"
+        )
+        raise ValueError(f"{path}: {what}")
+    return kept
+
+
+def _is_passed_over(path: Path) -> bool:
+    from hybrid.checkpoint import CheckpointError, open_checkpoint
+
+    try:
+        with open_checkpoint(path) as c:
+            why = f"{path} is a drafter, for --draft" if c.hparams.backbone else ""
+    except CheckpointError as error:
+        why = str(error)
+    if why:
+        print(f"passed over: {why}", file=sys.stderr, flush=True)
+    return bool(why)
+
+
+def _check_several(args: argparse.Namespace) -> None:
+    """UsageError for options that belong to one model."""
+    for option, is_given in (
+        ("--name NAME", bool(args.name)),
+        ("--ray", args.ray),
+        ("--draft FILE", args.draft not in (None, "lookup")),
+    ):
+        if is_given:
+            raise UsageError(f"{option} belongs to one model, and there are several")
+
+
+def _several(
+    args: argparse.Namespace, paths: list[Path], options: Mapping[str, Any], load: Callable[..., Model]
+) -> Several:
+    """The models at these paths, by their checkpoints' names; those that have one name by their files'. ValueError for two
+    of one file name."""
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.serve.models import Several, Source
+
+    found = []
+    for path in paths:
+        opening = partial(open_checkpoint, path)
+        with opening() as c:
+            found.append((c.name, c.path, Source(partial(load, opening), f"{c.path.parent}/", opening)))
+    names = Counter(name for name, _, _ in found)
+    sources: dict[str, Source] = {}
+    for name, path, source in found:
+        named = name if names[name] == 1 else path.stem if path.is_file() else path.name
+        if named in sources:
+            raise ValueError(f"{path}: another of the models is named '{named}' too: leave one of them out")
+        sources[named] = source
+
+    def fits(loaded: Model, name: str) -> bool:
+        from hybrid.engine.loading import EngineConfig
+        from hybrid.ready import has_room
+
+        own = {f.name: options[f.name] for f in fields(EngineConfig) if f.name in options}
+        with sources[name].open() as c:
+            return has_room(c, loaded.engine.device, EngineConfig(**own), args.schedule)
+
+    return Several(sources, args.keep, fits, args.queue)
 
 
 def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) -> int:

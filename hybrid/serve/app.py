@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -17,33 +17,30 @@ from starlette.responses import Response
 
 from hybrid import __version__
 from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages
-from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
 from hybrid.serve.http import Json
 from hybrid.serve.metrics import Metrics
+from hybrid.serve.models import Load, Models
 from hybrid.serve.service import Service
 from hybrid.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from hybrid.model import Model
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, str], None]) -> FastAPI:
-    """Make the application. load: loads the model, called in a thread at startup. end(code, line): requests the
-    process's exit."""
-    backend = Backend(load, end, settings.on_loss)
-    metrics = Metrics(backend)
-    service = Service(backend, metrics, settings)
+def make_app(load: Load, settings: Settings, end: Callable[[int, str], None]) -> FastAPI:
+    """Make the application. load: loads the model, called in a thread at startup; or several models. end(code, line):
+    requests the process's exit."""
+    models = Models(load, end, settings.on_loss)
+    metrics = Metrics(models)
+    service = Service(models, metrics, settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        backend.start()
+        models.first.start()
         yield
         service.close()
-        await backend.close()
+        await models.close()
 
     # No documentation pages: they load scripts from other sites. Only the OpenAPI document is served.
     app = FastAPI(
@@ -54,12 +51,12 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.backend = backend
+    app.state.backend = models.first
     app.state.service = service
     for api in (endpoints, messages, ollama, embeddings):
         app.include_router(api.router(service))
     app.include_router(pages.router())
-    _add_state(app, backend, metrics)
+    _add_state(app, models, metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -75,7 +72,7 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
     return app
 
 
-def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
+def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     figures = ThreadPoolExecutor(1, "hybrid metrics")
 
     @app.get("/health", summary="Whether the process is alive")
@@ -84,7 +81,7 @@ def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
 
     @app.get("/ready", summary="Whether the server accepts requests")
     async def ready() -> Response:
-        state = backend.state
+        state = models.state
         return Json({"status": state}, 200 if state == "ready" else 503)
 
     @app.get("/metrics", summary="Metrics in Prometheus format")

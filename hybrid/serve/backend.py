@@ -1,4 +1,4 @@
-"""The served model: loaded in the background, reloaded after a device loss, closed at shutdown."""
+"""A served model: loaded in the background, reloaded after a device loss, put away for another, closed at shutdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybrid.model import Model
     from hybrid.serve.settings import OnLoss
 
-State = Literal["loading", "ready", "lost", "stopping"]
+State = Literal["away", "loading", "ready", "lost", "stopping"]
 WAITS = (0.0, 2.0, 10.0, 30.0)
 """Seconds before each attempt to reload a model after a device loss; after the last attempt the process exits."""
 
@@ -33,11 +33,24 @@ class Backend:
         end: Callable[[int, str], None],
         on_loss: OnLoss = "restart",
         waits: tuple[float, ...] = WAITS,
+        name: str = "",
     ) -> None:
+        self.name = name
+        """Of one of several models."""
         self._load, self._end, self._on_loss, self._waits = load, end, on_loss, waits
         self._model: Model | None = None
         self._task: asyncio.Task[None] | None = None
         self.state: State = "loading"
+        self.forget: Callable[[Model], None] = lambda model: None
+        """Called in a thread before a model is closed."""
+        self.users = 0
+        """Requests that use the model."""
+        self.used = 0
+        """Greater than that of models whose last use is longer ago."""
+        self.draining = False
+        """Whether the model takes no further requests: it is put away when those that use it have ended."""
+        self.loads = 0
+        """How often a model was loaded."""
         self.losses = 0
         """Device losses."""
         self.joules: Joules | None = None
@@ -50,12 +63,8 @@ class Backend:
         if self.state == "stopping":
             raise unavailable("the server is stopping: send the request elsewhere", "stopping")
         if self._model is None or self.state != "ready":
-            why = (
-                "the device was lost and the model is loaded again"
-                if self.state == "lost"
-                else "the model is being loaded"
-            )
-            raise unavailable(f"{why}: try again", "not_ready")
+            whys = {"lost": "the device was lost and the model is loaded again", "away": "the model is not loaded"}
+            raise unavailable(f"{whys.get(self.state, 'the model is being loaded')}: try again", "not_ready")
         return self._model
 
     @property
@@ -76,6 +85,39 @@ class Backend:
         self._watch = asyncio.get_running_loop().create_task(self.joules.watch())
         self._take(model)
 
+    async def load(self) -> None:
+        """Load the model, which is away. Raises what loading raises."""
+        try:
+            self._take(await asyncio.to_thread(self._loaded_and_kept))
+        except DeviceLost as error:
+            if self._on_loss == "exit":
+                self._end(LOST, f"error: the device was lost: {describe(error)}")
+            raise
+
+    async def put_away(self) -> None:
+        """Free the model, after waiting for a running load. No request may use it."""
+        await self.settled()
+        if self.state != "stopping":
+            self.state = "away"
+        await self._free()
+        await asyncio.to_thread(_collect)
+        print(f"put away: {self.name}", file=sys.stderr, flush=True)
+
+    async def settled(self) -> None:
+        """Wait for a running load: a thread cannot be cancelled."""
+        if self._task is not None:
+            task: asyncio.Task[Any] = self._task
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _free(self) -> None:
+        model, self._model = self._model, None
+        if model is not None:
+            await asyncio.to_thread(self._closed, model)
+
+    def _closed(self, model: Model) -> None:
+        self.forget(model)
+        model.close()
+
     def _loaded_and_kept(self) -> Model:
         """Load a model and exclude its objects from garbage collection while it is served."""
         gc.unfreeze()  # objects of a previous model
@@ -85,6 +127,7 @@ class Backend:
 
     def _take(self, model: Model) -> None:
         self._model = model
+        self.loads += 1
         if self.state != "stopping":
             self.state = "ready"
         print(f"ready: {model.checkpoint.name} on {model.device}", file=sys.stderr, flush=True)
@@ -104,7 +147,7 @@ class Backend:
     async def _again(self, old: Model) -> None:
         self._model = None
         try:
-            await asyncio.to_thread(old.close)
+            await asyncio.to_thread(self._closed, old)
         except Exception as error:  # the device's memory is lost anyway
             print(f"error while closing the lost model: {describe(error)}", file=sys.stderr, flush=True)
         said = ""
@@ -125,17 +168,19 @@ class Backend:
         self.state = "stopping"
 
     async def close(self) -> None:
-        """Free the model, after waiting for a running load: a thread cannot be cancelled."""
+        """Free the model, after waiting for a running load."""
         self.state = "stopping"
-        if self._task is not None:
-            task: asyncio.Task[Any] = self._task
-            await asyncio.gather(task, return_exceptions=True)
+        await self.settled()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        model, self._model = self._model, None
-        if model is not None:
-            await asyncio.to_thread(model.close)
+        await self._free()
+
+
+def _collect() -> None:
+    """Give the memory of a model that was closed back to the system."""
+    garbage.keep()
+    garbage.trim()
 
 
 def _joules(model: Model) -> Joules:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from hybrid.core.errors import DeviceLost
 from hybrid.serve.adapter import Open
 from hybrid.serve.errors import ApiError, bad_request
+from hybrid.serve.guard import USE
 from hybrid.serve.http import Json, JsonRoute
 from hybrid.serve.service import Service, note
 from hybrid.serve.wire import FirstError, Text, Wire, kind_of
@@ -99,12 +100,12 @@ class OllamaEmbeddings(Open):
 def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
 
-    def embedder(asked: str | None) -> EmbeddingModel:
-        """The model. ApiError 404 or 503; 400 for one that writes text."""
-        model: Any = service.served(asked)
+    async def embedder(request: Request, asked: str | None) -> EmbeddingModel:
+        """The model of this name. ApiError as of `Service.use`; 400 for one that writes text."""
+        model: Any = await service.use(request, asked)
         if not model.hparams.dense:
             raise bad_request(
-                "this model writes text and makes no embeddings: start a server with an embedding model, such as "
+                "this model writes text and makes no embeddings: serve and name an embedding model, such as "
                 "google/embeddinggemma-300m",
                 "model",
             )
@@ -128,7 +129,7 @@ def router(service: Service) -> APIRouter:
             found: tuple[np.ndarray, int] = await service.unless_gone(request, service.embedded(request, work))
         except ApiError as error:
             if error.code == "device_lost":
-                service.backend.lost(model, DeviceLost(error.message))  # type: ignore[arg-type]
+                request.scope[USE].backend.lost(model, DeviceLost(error.message))
             raise
         return found
 
@@ -137,7 +138,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/v1/embeddings", summary="Embeddings of texts")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        model = embedder(body.model)
+        model = await embedder(request, body.model)
         task = _task(model, body)
         _check_dimensions(model, body.dimensions)
         texts = [(text, task) for text in _listed(body.input)]
@@ -149,7 +150,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/v1/rerank", summary="Documents by their similarity to a query")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        model = embedder(body.model)
+        model = await embedder(request, body.model)
         query, document = (task if task in model.tasks else None for task in ("query", "document"))
         documents = [d if isinstance(d, str) else d.text for d in body.documents]
         texts = [(body.query, query), *((text, document) for text in documents)]
@@ -163,7 +164,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/api/embed", summary="Embeddings of texts, in Ollama's form")
     async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
-        began, model = time.perf_counter_ns(), embedder(body.model)
+        began, model = time.perf_counter_ns(), await embedder(request, body.model)
         _check_dimensions(model, body.dimensions)
         texts = [(text, None) for text in _listed(body.input)]
         vectors, tokens = await embedded(request, model, texts, body.dimensions, body.truncate is not False)
@@ -173,7 +174,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/api/embeddings", summary="The embedding of a text, in Ollama's older form")
     async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
-        vectors, _ = await embedded(request, embedder(body.model), [(body.prompt, None)], cut=True)
+        vectors, _ = await embedded(request, await embedder(request, body.model), [(body.prompt, None)], cut=True)
         return Json({"embedding": vectors[0].tolist()}, headers=note(body.ignored()))
 
     return r

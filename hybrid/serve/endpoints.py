@@ -14,6 +14,7 @@ from starlette.responses import Response
 from hybrid.serve import options, thinking, tools
 from hybrid.serve.adapter import Names
 from hybrid.serve.answers import Answer
+from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import ChatForm, CompletionForm, Echo, Head, Reader
 from hybrid.serve.http import Json, JsonRoute, packed
@@ -39,24 +40,31 @@ def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
     began = int(time.time())
 
-    def described(model: Model) -> dict[str, Any]:
-        return {
-            "id": service.name(model),
+    def described(backend: Backend) -> dict[str, Any]:
+        model = backend.loaded
+        about = {
+            "id": backend.name or service.name(backend.model),
             "object": "model",
             "created": began,
             "owned_by": "hybrid-kernels",
+            "loaded": model is not None,
+        }
+        if model is None:
+            return about
+        return {
+            **about,
             "context_length": model.engine.cache.ctx,
             "vocabulary": min(model.hparams.vocab, model.checkpoint.tokenizer.n_tokens),
             "device": model.device,
         }
 
-    @r.get("/v1/models", summary="The model that is served")
+    @r.get("/v1/models", summary="The models that are served")
     async def models() -> Response:
-        return Json({"object": "list", "data": [described(service.backend.model)]})
+        return Json({"object": "list", "data": [described(b) for b in service.models.backends.values()]})
 
     @r.get("/v1/models/{name:path}", summary="A model by its name")
     async def one_model(name: str) -> Response:
-        return Json(described(service.served(name)))
+        return Json(described(service.find(name)))
 
     @r.post("/v1/chat/completions", summary="An answer to a conversation")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -72,7 +80,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        model = service.served(body.model)
+        model = await service.use(request, body.model)
         if body.messages is not None:
             messages, _ = service.tool_format(model).turns(body.messages, None)
             text, guard = await service.written(request, model, messages, **thinking.template(body))
@@ -86,22 +94,22 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/detokenize", summary="Text of token ids")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        model = service.served(body.model)
+        model = await service.use(request, body.model)
         check_ids(body.tokens, model, "tokens")
         return Json({"prompt": await service.aside(request, model.decode, body.tokens)})
 
     @r.get("/tokenizer_info", summary="Names of the tokenizer's special tokens, and the chat template")
-    async def tokenizer_info() -> Response:
-        model = service.backend.model
-        t = model.checkpoint.tokenizer
+    async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+        used = await service.use(request, model)
+        t = used.checkpoint.tokenizer
         named = {f"{n}_token": getattr(t.vocabulary, f"{n}_id") for n in ("bos", "eos", "pad", "unk")}
         return Json(
             {
                 "tokenizer_class": "GemmaTokenizer",
                 **{name: None if i is None else t.vocabulary.pieces[i] for name, i in named.items()},
                 "add_bos_token": t.bos_id is not None,
-                "model_max_length": model.engine.cache.ctx,
-                "chat_template": service.template(model),
+                "model_max_length": used.engine.cache.ctx,
+                "chat_template": service.template(used.checkpoint),
             }
         )
 
@@ -129,7 +137,7 @@ class Asked:
 
 async def asked_chat(service: Service, body: ChatRequest, request: Request, places: tuple[str, str] = CHAT) -> Asked:
     """Parse a chat request. places: paths of a tool's schema (by its index) and of the response schema."""
-    model = service.model(body.model)
+    model = await service.writer(request, body.model)
     n = body.n or 1
     service.count(n)
     kind = service.tool_format(model)
@@ -147,7 +155,7 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     )
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
     notes += ["nothing is stored"] if body.store else []
-    channel = thinking.channel_of(model, ids)
+    channel = thinking.channel_of(model.checkpoint.tokenizer, ids)
     if channel is None and body.reasoning_effort not in (None, "none"):
         notes.append("this model does not think, whatever the effort")
     constraints: list[Any] = [None] * n
@@ -182,7 +190,7 @@ async def _of_tool(
     error: ApiError,
 ) -> ApiError:
     """The error of a refused grammar, attributed to the first strict tool with a schema that is refused by itself."""
-    model = service.model(body.model)
+    model = await service.use(request, body.model)
     for n, tool in enumerate(body.tools or ()):
         if error.code != "invalid_schema" or tool.function is None or not tool.function.strict:
             continue
@@ -223,7 +231,7 @@ async def answer_completion(service: Service, body: CompletionRequest, request: 
 async def asked_completion(
     service: Service, body: CompletionRequest, request: Request
 ) -> tuple[list[Job], CompletionForm]:
-    model = service.model(body.model)
+    model = await service.writer(request, body.model)
     n = body.n or 1
     asked = _prompts(body)
     service.count(n * len(asked))

@@ -42,8 +42,9 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-BEGAN, OUTCOME = "hybrid.began", "hybrid.outcome"
-"""Keys of the ASGI scope: time.perf_counter() at arrival; the outcome of a stream, set by its endpoint."""
+BEGAN, OUTCOME, USE = "hybrid.began", "hybrid.outcome", "hybrid.use"
+"""Keys of the ASGI scope: time.perf_counter() at arrival; the outcome of a stream, set by its endpoint; the request's use
+of a model (hybrid/serve/models.py), ended with the request."""
 
 
 def admit(scope: Scope, settings: Settings) -> None:
@@ -112,10 +113,10 @@ class Guard:
             await send(message)
             status = message.get("status", status)  # after sending: an invalid head is replaced by an error response
 
+        # The application handles HEAD as GET; uvicorn omits the body.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             admit(scope, self._settings)
-            # The application handles HEAD as GET; uvicorn omits the body.
-            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, self._bounded(scope, receive), sent)
         except ApiError as error:
             await _refuse(error, scope, sent)
@@ -131,6 +132,8 @@ class Guard:
             if not status:
                 await _refuse(answer, scope, sent)
         finally:
+            if USE in asked:
+                asked[USE].end()
             if self._metrics is not None and scope["path"] in COUNTED:
                 _count(self._metrics, scope, status)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hybrid.engine.stats import Metrics as EngineMetrics
     from hybrid.engine.stats import PassPhase, Total
     from hybrid.serve.backend import Backend
+    from hybrid.serve.models import Models
 
 disable_created_metrics()
 _FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -30,7 +31,7 @@ _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 class Metrics:
     """The server's metrics in a registry of their own, so that a process may have several servers."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, models: Models) -> None:
         self.registry = CollectorRegistry()
         more: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("hybrid_requests", "Requests by endpoint and outcome", ["endpoint", "outcome"], **more)
@@ -40,7 +41,7 @@ class Metrics:
         self._between = Histogram("hybrid_inter_token_seconds", "Between a text's tokens", buckets=_BETWEEN, **more)
         self.whole = Histogram("hybrid_request_seconds", "From arrival to the end of an answer", buckets=_WHOLE, **more)
         ProcessCollector(registry=self.registry)
-        self.registry.register(_Engine(backend))
+        self.registry.register(_Engines(models))
 
     def between(self, seconds: float, tokens: int) -> None:
         """Record `tokens` that arrived `seconds` after the previous one, as as many equal intervals."""
@@ -51,29 +52,46 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Engine(Collector):
-    """Collects the engine's snapshot and the server's state."""
+class _Engines(Collector):
+    """Collects the engines' snapshots and the server's state. Several models have the label `model`."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        backend, model = self._backend, self._backend.loaded
+        models = self._models
         yield GaugeMetricFamily(
-            "hybrid_ready", "1 while the server accepts requests", value=float(backend.state == "ready")
+            "hybrid_ready", "1 while the server accepts requests", value=float(models.state == "ready")
         )
-        yield CounterMetricFamily("hybrid_device_losses", "Device losses", value=backend.losses)
-        if model is not None:
-            yield from _snapshot(model.metrics())
-        if backend.joules is not None and (joules := backend.joules.read()) is not None:
+        found: dict[str, Metric] = {}
+        for backend in models.backends.values():
+            add_samples(found, _of_backend(backend), **({"model": backend.name} if backend.name else {}))
+        yield from found.values()
+        device = models.first.joules
+        if device is not None and (joules := device.read()) is not None:
             energy = CounterMetricFamily(
                 "hybrid_device_joules", "Energy of the whole device since the start", labels=["source"]
             )
-            energy.add_metric([backend.joules.source], joules)
+            energy.add_metric([device.source], joules)
             yield energy
+
+
+def add_samples(found: dict[str, Metric], families: Iterable[Metric], **labels: str) -> None:
+    """Add families to those of the same names, with more labels."""
+    for family in families:
+        kept = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        for s in family.samples:
+            kept.add_sample(s.name, {**s.labels, **labels}, s.value)
+
+
+def _of_backend(backend: Backend) -> Iterable[Metric]:
+    yield CounterMetricFamily("hybrid_loads", "How often the model was loaded", value=backend.loads)
+    yield CounterMetricFamily("hybrid_device_losses", "Device losses", value=backend.losses)
+    if (model := backend.loaded) is not None:
+        yield from _snapshot(model.metrics())
 
 
 def _snapshot(m: EngineMetrics) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's API for the one model that is served."""
+"""The endpoints of Ollama's API."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hybrid.serve import thinking
+from hybrid.serve.backend import Backend
 from hybrid.serve.endpoints import asked_chat, asked_completion, named
 from hybrid.serve.http import Json, JsonRoute
 from hybrid.serve.ollama_form import OllamaForm, answered, stamp
@@ -19,7 +20,7 @@ from hybrid.serve.ollama_wire import GENERATE, NAMES, OllamaChat, OllamaGenerate
 from hybrid.serve.service import LATEST, Service, note
 
 if TYPE_CHECKING:
-    from hybrid.model import Model
+    from hybrid.checkpoint import Checkpoint
 
 VERSION = "0.12.0"
 """The version of Ollama's API: clients refuse servers of older ones."""
@@ -28,27 +29,29 @@ NEVER = "2999-12-31T23:59:59Z"
 
 def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
+    known: dict[str, dict[str, Any]] = {}  # of several models
 
-    def described(model: Model) -> dict[str, Any]:
+    async def described(request: Request, backend: Backend) -> dict[str, Any]:
         """The model as lists name it."""
-        c, name = model.checkpoint, service.name(model)
-        about = {"name": name + LATEST, "size": c.file_bytes, "details": details(model)}
-        digest = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
-        return {**about, "model": about["name"], "digest": digest}
+        found = known.get(backend.name)
+        if found is None:
+            found = await service.described(request, backend, listed)
+            if backend.name:
+                known[backend.name] = found
+        name = (backend.name or service.name(backend.model)).removesuffix(LATEST) + LATEST
+        digest = hashlib.sha256(repr((name, sorted(found.items()))).encode()).hexdigest()
+        return {**found, "name": name, "model": name, "digest": digest}
 
-    def modified(model: Model) -> str:
-        return stamp(datetime.fromtimestamp(model.checkpoint.path.stat().st_mtime, timezone.utc))
-
-    def loaded(body: OllamaChat | OllamaGenerate, chat: bool) -> Response:
+    async def loaded(request: Request, body: OllamaChat | OllamaGenerate, chat: bool) -> Response:
         """The answer to a request without a prompt, which asks for the model to be loaded."""
-        model = service.model(body.model or None)
+        model = await service.writer(request, body.model or None)
         return Json({**answered(body.model or service.name(model), chat), "done": True, "done_reason": "load"})
 
     @r.post("/api/chat", summary="Ollama: an answer to a conversation")
     async def chat(body: OllamaChat, request: Request) -> Response:
         if not body.messages:
-            return loaded(body, True)
-        model = service.model(body.model or None)
+            return await loaded(request, body, True)
+        model = await service.writer(request, body.model or None)
         a = await named(service, request, NAMES, asked_chat(service, body.chat(), request, NAMES.schemas))
         form = OllamaForm(a.head, body.model or a.head.model, True, a.readers[0])
         notes = note([*body.notes(model.engine.cache.ctx), *a.notes])
@@ -58,8 +61,8 @@ def router(service: Service) -> APIRouter:
     async def generate(body: OllamaGenerate, request: Request) -> Response:
         body.check()
         if not body.prompt:
-            return loaded(body, False)
-        model = service.model(body.model or None)
+            return await loaded(request, body, False)
+        model = await service.writer(request, body.model or None)
         context = model.engine.cache.ctx
         notes = body.notes(context)
         if body.raw:
@@ -73,40 +76,44 @@ def router(service: Service) -> APIRouter:
         made = OllamaForm(head, body.model or head.model, False, reader)
         return await service.answer(request, jobs, made, body.stream is not False, note(notes))
 
-    @r.get("/api/tags", summary="Ollama: the model that is served")
-    async def tags() -> Response:
-        model = service.backend.model
-        return Json({"models": [{**described(model), "modified_at": modified(model)}]})
+    @r.get("/api/tags", summary="Ollama: the models that are served")
+    async def tags(request: Request) -> Response:
+        return Json({"models": [await described(request, b) for b in service.models.backends.values()]})
 
-    @r.get("/api/ps", summary="Ollama: the model that is loaded")
-    async def ps() -> Response:
-        model = service.backend.model
-        size = 0 if model.device == "cpu" else model.checkpoint.file_bytes
-        more = {"expires_at": NEVER, "size_vram": size, "context_length": model.engine.cache.ctx}
-        return Json({"models": [{**described(model), **more}]})
+    @r.get("/api/ps", summary="Ollama: the models that are loaded")
+    async def ps(request: Request) -> Response:
+        found = []
+        for backend in service.models.backends.values():
+            model = backend.model if service.models.alone else backend.loaded
+            if model is not None:
+                size = 0 if model.device == "cpu" else model.checkpoint.file_bytes
+                more = {"expires_at": NEVER, "size_vram": size, "context_length": model.engine.cache.ctx}
+                found.append({**await described(request, backend), **more})
+        return Json({"models": found})
 
-    @r.post("/api/show", summary="Ollama: the model's template, sizes and abilities")
-    async def show(body: ShowRequest) -> Response:
-        model = service.served(body.model or body.name or None)
-        h, thinks = model.hparams, thinking.channel_of(model, ()) is not None
+    @r.post("/api/show", summary="Ollama: a model's template, sizes and abilities")
+    async def show(body: ShowRequest, request: Request) -> Response:
+        backend = service.find(body.model or body.name or None)
+        return Json(await service.described(request, backend, shown), headers=note(body.ignored()))
+
+    def shown(c: Checkpoint) -> dict[str, Any]:
+        h = c.hparams
+        thinks = not h.dense and thinking.channel_of(c.tokenizer, ()) is not None
         able = ["embedding"] if h.dense else ["completion", "tools", *(["thinking"] if thinks else [])]
         sizes = {"context_length": h.context_length, "embedding_length": h.hidden, "block_count": len(h.layers)}
-        return Json(
-            {
-                "modelfile": "",
-                "parameters": "",
-                "template": "" if h.dense else service.template(model) or "",
-                "details": details(model),
-                "model_info": {
-                    "general.architecture": h.family,
-                    "general.parameter_count": parameters(model),
-                    **{f"{h.family}.{name}": value for name, value in sizes.items()},
-                },
-                "capabilities": able,
-                "modified_at": modified(model),
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": "" if h.dense else service.template(c) or "",
+            "details": details(c),
+            "model_info": {
+                "general.architecture": h.family,
+                "general.parameter_count": parameters(c),
+                **{f"{h.family}.{name}": value for name, value in sizes.items()},
             },
-            headers=note(body.ignored()),
-        )
+            "capabilities": able,
+            "modified_at": modified(c),
+        }
 
     @r.get("/api/version", summary="Ollama: the version of its API")
     async def version() -> Response:
@@ -115,13 +122,20 @@ def router(service: Service) -> APIRouter:
     return r
 
 
-def parameters(model: Model) -> int:
-    c = model.checkpoint
+def listed(c: Checkpoint) -> dict[str, Any]:
+    return {"size": c.file_bytes, "details": details(c), "modified_at": modified(c)}
+
+
+def modified(c: Checkpoint) -> str:
+    return stamp(datetime.fromtimestamp(c.path.stat().st_mtime, timezone.utc))
+
+
+def parameters(c: Checkpoint) -> int:
     return sum(math.prod(c.shape(name)) for name in c.names)
 
 
-def details(model: Model) -> dict[str, Any]:
-    c, family = model.checkpoint, model.hparams.family
+def details(c: Checkpoint) -> dict[str, Any]:
+    family = c.hparams.family
     elements: Counter[str] = Counter()
     for name in c.names:
         elements[c.dtype(name)] += math.prod(c.shape(name))

@@ -48,7 +48,7 @@ REFUSALS = {
     "413": "The body is too large",
     "429": "The queue is full; Retry-After says when to try again",
     "499": "The client disconnected",
-    "503": "The model is being loaded, its device was lost, or the server is stopping",
+    "503": "The model is being loaded or cannot be, its device was lost, or the server is stopping",
 }
 STREAMED = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), EVENTS),

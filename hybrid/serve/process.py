@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,17 +17,13 @@ from starlette.types import ASGIApp
 from hybrid.serve.app import make_app
 from hybrid.serve.connection import connection
 from hybrid.serve.grammars import missing
+from hybrid.serve.models import Load
 from hybrid.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from hybrid.model import Model
 
 BACKLOG = 1024
 
 
-def serve(
-    load: Callable[[], Model], settings: Settings, *, host: str, port: int, drain: float, access_log: bool = False
-) -> int:
+def serve(load: Load, settings: Settings, *, host: str, port: int, drain: float, access_log: bool = False) -> int:
     """Serve until a signal or a fatal error; returns the exit code. OSError if the address cannot be bound."""
     listening = listen(host, port)
     ended: list[tuple[int, str]] = []
@@ -38,7 +34,7 @@ def serve(
         server.begin_to_stop()
 
     app = make_app(load, settings, end)
-    server = Server(configured(app, settings, drain, access_log), app.state.backend.stop)
+    server = Server(configured(app, settings, drain, access_log), app.state.service.models.stop)
     if (what := missing()) is not None:
         print(f"note: {what}", file=sys.stderr, flush=True)
     announce(host, listening, settings)

@@ -18,9 +18,10 @@ from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, internal, printable
 from hybrid.serve.forms import Form, Tokens
 from hybrid.serve.grammars import GrammarConstraint, Grammars
-from hybrid.serve.guard import BEGAN, OUTCOME, key_of, outcome_of
+from hybrid.serve.guard import BEGAN, OUTCOME, USE, key_of, outcome_of
 from hybrid.serve.http import EventStream, Gone, Json, until_gone
 from hybrid.serve.metrics import Metrics
+from hybrid.serve.models import Models
 from hybrid.serve.options import Seeds
 from hybrid.serve.pools import FairPool, Parts
 from hybrid.serve.running import Feed, Job
@@ -31,6 +32,7 @@ from hybrid.serve.tools_marked import marked
 from hybrid.text import chat
 
 if TYPE_CHECKING:
+    from hybrid.checkpoint import Checkpoint
     from hybrid.model import Model
 
 T = TypeVar("T")
@@ -42,51 +44,83 @@ NOTE = "x-hybrid-note"
 class Service:
     """Shared state of the endpoints; one for each server."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, settings: Settings) -> None:
-        self.backend, self.metrics, self.settings = backend, metrics, settings
+    def __init__(self, models: Models, metrics: Metrics, settings: Settings) -> None:
+        self.models, self.metrics, self.settings = models, metrics, settings
+        self.backend = models.first
+        for backend in models.backends.values():
+            backend.forget = self._forget
         self.seeds = Seeds(settings.seed)
         self._texts = FairPool("texts")
         self._templates = FairPool("templates", 4)
         self._grammars = FairPool("grammars", 2)
         self._scores = FairPool("scores")
         self._embeddings = FairPool("embeddings", 32)
-        self._compiled: tuple[Model, Grammars] | None = None
-        self._fingerprint: tuple[Model, str] | None = None
+        self._compiled: dict[Model, Grammars] = {}
+        self._fingerprints: dict[Model, str] = {}
 
     def close(self) -> None:
         """Stop the grammar processes."""
-        if self._compiled is not None:
-            self._compiled[1].close()
+        for model in list(self._compiled):
+            self._forget(model)
 
-    def model(self, asked: str | None) -> Model:
-        """The model, if `asked` is its name, with or without Ollama's tag, or None. ApiError 404 or 503; 400 for an embedding model."""
-        model = self.served(asked)
+    def _forget(self, model: Model) -> None:
+        """Stop the grammar processes of a model that is closed."""
+        self._fingerprints.pop(model, None)
+        if (grammars := self._compiled.pop(model, None)) is not None:
+            grammars.close()
+
+    def find(self, asked: str | None) -> Backend:
+        """The model of this name, with or without Ollama's tag, loaded or not; the first for None. ApiError 404; 503 if
+        the only model is not ready."""
+        if asked is None:
+            return self.backend
+        alone = self.models.alone
+        known = {self.name(self.backend.model): self.backend} if alone else self.models.backends
+        found = next((b for name, b in known.items() if name.removesuffix(LATEST) == asked.removesuffix(LATEST)), None)
+        if found is None:
+            has = "one model," if alone else "the models"
+            names = ", ".join(f"'{name}'" for name in known)
+            raise ApiError(
+                404, f"this server has {has} {names} (GET /v1/models)", code="model_not_found", param="model"
+            )
+        return found
+
+    async def use(self, request: Request, asked: str | None) -> Model:
+        """The model of this name, or the first, of any kind: a hybrid.embedding.EmbeddingModel too. It stays loaded until
+        the request ends; a request has one model, whatever it asks for later. One of several is loaded now if it is not.
+        ApiError 404, 429, 499 or 503."""
+        if USE not in request.scope:
+            request.scope[USE] = self.models.use(self.find(asked))
+        use = request.scope[USE]
+        if use.granted.done():
+            use.granted.result()
+        else:
+            await self.unless_gone(request, use.granted)
+        return use.backend.model
+
+    async def writer(self, request: Request, asked: str | None) -> Model:
+        """As `use`, a model that writes text. ApiError 400 for an embedding model."""
+        model = await self.use(request, asked)
         if model.hparams.dense:
             raise bad_request("this model makes embeddings and writes no text: POST /v1/embeddings", "model")
         return model
 
-    def served(self, asked: str | None) -> Model:
-        """As `model`, of any kind: a hybrid.embedding.EmbeddingModel too."""
-        model = self.backend.model
-        if asked is not None and asked.removesuffix(LATEST) != self.name(model).removesuffix(LATEST):
-            raise ApiError(
-                404,
-                f"this server has one model, '{self.name(model)}' (GET /v1/models)",
-                code="model_not_found",
-                param="model",
-            )
-        return model
+    async def described(self, request: Request, backend: Backend, describe: Callable[[Checkpoint], T]) -> T:
+        """What `describe` says of a model's checkpoint, which is opened if the model is not loaded. ApiError 503."""
+        return await self.aside(request, self.models.described, backend, describe)
 
     def name(self, model: Model) -> str:
-        return self.settings.name or model.checkpoint.name
+        """The model's name in requests."""
+        named = (name for name, backend in self.models.backends.items() if name and backend.loaded is model)
+        return self.settings.name or next(named, model.checkpoint.name)
 
     def fingerprint(self, model: Model) -> str:
         """system_fingerprint: a digest of project version, device and precision. Equal fingerprints give equal texts
         for equal seeds. Cached for each model, since the precision is collected from all plans."""
-        if self._fingerprint is None or self._fingerprint[0] is not model:
+        if model not in self._fingerprints:
             what = repr((__version__, model.device, sorted(model.engine.runner.precision.items())))
-            self._fingerprint = model, f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
-        return self._fingerprint[1]
+            self._fingerprints[model] = f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+        return self._fingerprints[model]
 
     def tokens(self, model: Model) -> Tokens:
         return Tokens(model.checkpoint.tokenizer)
@@ -142,10 +176,10 @@ class Service:
         if tokens > (most := self.most(model)):
             raise _too_long(str(tokens), most)
 
-    def template(self, model: Model) -> str | None:
+    def template(self, c: Checkpoint) -> str | None:
         """The chat template in use, or None."""
         try:
-            return chat.template_of(model.checkpoint.tokenizer, model.checkpoint.chat_template)
+            return chat.template_of(c.tokenizer, c.chat_template)
         except chat.ChatError:
             return None
 
@@ -158,11 +192,9 @@ class Service:
         self, request: Request, model: Model, grammars: Sequence[str], param: str, n: int
     ) -> list[GrammarConstraint]:
         """n constraints of the first of several grammars that compiles. ApiError 400, naming `param`; 429."""
-        if self._compiled is None or self._compiled[0] is not model:
-            former, self._compiled = self._compiled, (model, Grammars(model.checkpoint.tokenizer, model.hparams.vocab))
-            if former is not None:
-                await self._grammars.call(self._client(request), former[1].close)
-        known = self._compiled[1]
+        if model not in self._compiled:
+            self._compiled[model] = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
+        known = self._compiled[model]
 
         def made() -> list[GrammarConstraint]:
             first = known.constraint(grammars, param)
@@ -179,7 +211,7 @@ class Service:
             return await self._scores.call(self._client(request), _prompt_logprobs, model, ids, top)
         except ApiError as error:
             if error.code == "device_lost":
-                self.backend.lost(model, DeviceLost(error.message))
+                request.scope[USE].backend.lost(model, DeviceLost(error.message))
             raise
 
     def _client(self, request: Request) -> str:
@@ -198,7 +230,7 @@ class Service:
         self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, headers: dict[str, str] | None = None
     ) -> Response:
         """Run jobs and format their answer, streamed or whole. ApiError if the queue is full or a job fails."""
-        feed = Feed(self.backend, self.metrics, jobs, request.scope[BEGAN])
+        feed = Feed(request.scope[USE].backend, self.metrics, jobs, request.scope[BEGAN])
         if not stream:
             return Json(await self.unless_gone(request, self._whole(feed, form)), headers=headers)
 

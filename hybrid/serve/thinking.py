@@ -14,6 +14,7 @@ from hybrid.text.marks import CLOSE, OPEN, THINK, Channel, ids_of
 
 if TYPE_CHECKING:
     from hybrid.model import Model
+    from hybrid.text.tokenizer import Tokenizer
 
 EFFORTS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 65536}
 """reasoning_effort -> most tokens of thoughts; max has no bound."""
@@ -31,9 +32,9 @@ def template(body: Templated) -> dict[str, Any]:
     }
 
 
-def channel_of(model: Model, prompt: Sequence[int]) -> Channel | None:
+def channel_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Channel | None:
     """Before an answer to a prompt; None for a vocabulary without thoughts."""
-    marks = ids_of(model.checkpoint.tokenizer, (OPEN, CLOSE))
+    marks = ids_of(tokenizer, (OPEN, CLOSE))
     return Channel.after((marks[OPEN], marks[CLOSE]), prompt) if len(marks) == 2 else None
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hybrid.serve.errors import ApiError, of_status, unavailable
 from hybrid.serve.guard import Guard
 from hybrid.serve.http import EVENTS, LINES, EventStream, Gone, Json, until_gone
+from hybrid.serve.metrics import add_samples
 from hybrid.serve.scale.calls import Call, Head
 from hybrid.serve.scale.routing import Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
@@ -163,10 +164,8 @@ class Front:
             head = pieces[0] if pieces else None
             if not isinstance(head, Head) or head.status != 200:
                 return _whole(pieces) if isinstance(head, Head) else Json({}, 503)
-            for family in text_string_to_metric_families(b"".join(p for p in pieces if isinstance(p, bytes)).decode()):
-                kept = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for s in family.samples:
-                    kept.add_sample(s.name, {**s.labels, "replica": str(i)}, s.value)
+            text = b"".join(p for p in pieces if isinstance(p, bytes)).decode()
+            add_samples(found, text_string_to_metric_families(text), replica=str(i))
         return Response(generate_latest(_Collected(found)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
