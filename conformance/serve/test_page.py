@@ -8,13 +8,17 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from conformance.serve.browser import NEEDED, NO_GOODBYE, NO_TIMERS, Page, available, browser
 from conformance.support.marked import checkpoint4
+from conformance.support.paths import DEMO
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, listening_elsewhere, running, until
+from hybrid.checkpoint import open_checkpoint
+from hybrid.serve.models import Several, Source
 from hybrid.serve.pages import FOLDER
 from hybrid.serve.process import listen
 from hybrid.serve.settings import Settings
@@ -280,6 +284,36 @@ def test_a_thought_is_folded_above_its_answer(page: Page, model: ScriptedModel, 
     page.ask("Again")
     assert page.sent()[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": ATTACK}
     assert page.errors() == []
+
+
+@pytest.mark.slow
+def test_one_of_several_models_is_chosen_in_the_settings(page: Page) -> None:
+    sources = {
+        name: Source(lambda name=name: ScriptedModel(Script(text=name), ctx=4000), "", partial(open_checkpoint, DEMO))
+        for name in ("one", "two")
+    }
+    with running(Several(sources, 1, lambda loaded, name: False, 8)) as server:
+        page.driver.get(server.url)
+        until(lambda: page.one("#model").text == "one")
+        page.ask("Hello")
+        page.set_choice("#asked", "two")
+        until(lambda: page.one("#model").text == "two")
+        page.driver.refresh()
+        until(lambda: page.one("#model").text == "two")
+        page.ask("Again")
+        assert page.said == ["Hello", "one", "Again", "two"]
+        page.driver.get(f"{server.url}/dashboard")
+        until(lambda: page.one("#what").text == "two on scripted")
+        until(lambda: page.by("#blocks th") and page.one("#blocks th").text == "two, all")
+        assert page.errors() == []
+    with running(lambda: ScriptedModel(Script(text="Yes."), ctx=4000)) as server:
+        page.driver.get(server.url)
+        until(lambda: page.one("#model").text == "demo-gemma3")
+        page.open_settings()
+        assert not page.one("#models").is_displayed()
+        page.record()
+        page.ask("Hello")
+        assert "model" not in json.loads(page.run("return window.last.body"))
 
 
 @pytest.mark.slow

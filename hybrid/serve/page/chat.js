@@ -6,7 +6,7 @@ import { lasting, list, load, look, migrate, newId, remove, save, saveSetting, s
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-const SETTINGS = ["system", "reasoning_effort", ...NUMBERS];
+const SETTINGS = ["asked", "system", "reasoning_effort", ...NUMBERS];
 const FULL = "This browser's storage is full: delete conversations.";
 const PARTIAL = 500; // milliseconds between two writes of a partial answer
 let current = null; // the displayed conversation
@@ -256,6 +256,7 @@ function request(turns) {
     stream: true,
     stream_options: { include_usage: true },
   };
+  if (!$("models").hidden) body.model = $("asked").value;
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
   if ($("reasoning_effort").value) body.reasoning_effort = $("reasoning_effort").value;
   return body;
@@ -388,7 +389,10 @@ let naming = 0;
 async function name() {
   clearTimeout(naming);
   try {
-    $("model").textContent = (await getJson("/v1/models")).data[0].id;
+    const models = (await getJson("/v1/models")).data.map(({ id }) => make("option", {}, id));
+    $("models").hidden = models.length < 2;
+    $("asked").replaceChildren(...models);
+    fillSettings();
   } catch (error) {
     const keyless = error.status === 401;
     $("model").textContent = keyless ? "key needed" : error.status ? "not ready" : "no server";
@@ -403,6 +407,8 @@ async function name() {
 function fillSettings() {
   const values = settings();
   for (const id of SETTINGS) if ($(id) !== document.activeElement) $(id).value = values[id] ?? "";
+  if ($("asked").selectedIndex < 0) $("asked").selectedIndex = 0; // none was chosen, or it is not served any longer
+  if ($("asked").value) $("model").textContent = $("asked").value;
 }
 
 $("form").addEventListener("submit", (e) => {
@@ -429,6 +435,7 @@ $("delete").addEventListener("click", () => {
 });
 $("menu").addEventListener("click", () => openMenu(!$("side").classList.contains("open")));
 for (const id of SETTINGS) $(id).addEventListener("change", () => { if (!saveSetting(id, $(id).value)) say(FULL, true); });
+$("asked").addEventListener("change", fillSettings);
 $("key").value = tab.getItem("key") ?? "";
 $("key").addEventListener("change", () => { tab.setItem("key", $("key").value); name(); });
 

@@ -114,10 +114,14 @@ function table(id, rows) {
 function tables(s) {
   const of = (name) => s.series.get(name) ?? [];
   const kinds = new Map();
-  for (const b of of("hybrid_blocks")) kinds.set(b.labels.kind, { ...kinds.get(b.labels.kind), [b.labels.state]: b.value });
+  const named = ({ model }, what) => (model ? `${model}, ${what}` : what);
+  for (const { labels, value } of of("hybrid_blocks")) {
+    const kind = named(labels, labels.kind);
+    kinds.set(kind, { ...kinds.get(kind), [labels.state]: value });
+  }
   table("blocks", [...kinds].map(([kind, b]) => [kind, Object.entries(b).map(([k, v]) => `${v} ${k}`).join(", ")]));
   table("outcomes", of("hybrid_requests_total").map((r) => [`${r.labels.endpoint}, ${r.labels.outcome}`, String(r.value)]));
-  table("finished", of("hybrid_finished_total").map((r) => [r.labels.reason, String(r.value)]));
+  table("finished", of("hybrid_finished_total").map((r) => [named(r.labels, r.labels.reason), String(r.value)]));
 }
 
 async function look() {
@@ -129,9 +133,9 @@ async function look() {
     const state = await readiness();
     $("state").textContent = state;
     $("state").classList.toggle("good", state === "ready");
-    if (!$("what").textContent && state === "ready") {
-      const model = (await getJson("/v1/models")).data[0];
-      $("what").textContent = `${model.id} on ${model.device}`;
+    if (state === "ready") {
+      const loaded = (await getJson("/v1/models")).data.filter((model) => model.loaded);
+      $("what").textContent = loaded.map(({ id, device }) => `${id} on ${device}`).join(", ");
     }
     $("status").textContent = "";
   } catch (error) {
