@@ -42,7 +42,7 @@ def watched(function):
         seen += 1
         if seen == int(nth):
             os.truncate(path, 1000) if change == "cut" else os.unlink(path)
-            print("changed", file=sys.stderr)
+            os.write(2, b"changed\\n")  # whole: other threads print too
         return function(*given, **more)
     return call
 if when == "read":
