@@ -289,7 +289,9 @@ def test_a_thought_is_folded_above_its_answer(page: Page, model: ScriptedModel, 
 @pytest.mark.slow
 def test_one_of_several_models_is_chosen_in_the_settings(page: Page) -> None:
     sources = {
-        name: Source(lambda name=name: ScriptedModel(Script(text=name), ctx=4000), "", partial(open_checkpoint, DEMO))
+        name: Source(
+            lambda name=name: ScriptedModel(Script(text=name), ctx=4000), "", partial(open_checkpoint, DEMO), False
+        )
         for name in ("one", "two")
     }
     with running(Several(sources, 1, lambda loaded, name: False, 8)) as server:

@@ -168,8 +168,9 @@ def _main(args: argparse.Namespace) -> int:
         model = hybrid.load(checkpoint, **options, **how)
         c = model.checkpoint
         told = (*(f"passed over: {p}" for p in model.passed_over), *model.engine.runner.memory_lines())
+        several = f"{c.name}: " if len(given) > 1 else ""
         for line in (*told, *doubt(c.tokenizer, c.chat_template)):
-            print(line, file=sys.stderr, flush=True)
+            print(several + line, file=sys.stderr, flush=True)
         return model
 
     return process.serve(
@@ -235,7 +236,8 @@ def _several(
     for path in paths:
         opening = partial(open_checkpoint, path)
         with opening() as c:
-            found.append((c.name, c.path, Source(partial(load, opening), f"{c.path.parent}/", opening)))
+            source = Source(partial(load, opening), f"{c.path.parent}/", opening, c.hparams.dense > 0)
+            found.append((c.name, c.path, source))
     names = Counter(name for name, _, _ in found)
     sources: dict[str, Source] = {}
     for name, path, source in found:

@@ -100,18 +100,6 @@ class OllamaEmbeddings(Open):
 def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
 
-    async def embedder(request: Request, asked: str | None) -> EmbeddingModel:
-        """The model of this name. ApiError as of `Service.use`; 400 for one that writes text."""
-        model: Any = await service.use(request, asked)
-        if not model.hparams.dense:
-            raise bad_request(
-                "this model writes text and makes no embeddings: serve and name an embedding model, such as "
-                "google/embeddinggemma-300m",
-                "model",
-            )
-        found: EmbeddingModel = model
-        return found
-
     async def embedded(
         request: Request,
         model: EmbeddingModel,
@@ -138,7 +126,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/v1/embeddings", summary="Embeddings of texts")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        model = await embedder(request, body.model)
+        model = await service.embedder(request, body.model)
         task = _task(model, body)
         _check_dimensions(model, body.dimensions)
         texts = [(text, task) for text in _listed(body.input)]
@@ -150,7 +138,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/v1/rerank", summary="Documents by their similarity to a query")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        model = await embedder(request, body.model)
+        model = await service.embedder(request, body.model)
         query, document = (task if task in model.tasks else None for task in ("query", "document"))
         documents = [d if isinstance(d, str) else d.text for d in body.documents]
         texts = [(body.query, query), *((text, document) for text in documents)]
@@ -164,7 +152,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/api/embed", summary="Embeddings of texts, in Ollama's form")
     async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
-        began, model = time.perf_counter_ns(), await embedder(request, body.model)
+        began, model = time.perf_counter_ns(), await service.embedder(request, body.model)
         _check_dimensions(model, body.dimensions)
         texts = [(text, None) for text in _listed(body.input)]
         vectors, tokens = await embedded(request, model, texts, body.dimensions, body.truncate is not False)
@@ -174,7 +162,9 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/api/embeddings", summary="The embedding of a text, in Ollama's older form")
     async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
-        vectors, _ = await embedded(request, await embedder(request, body.model), [(body.prompt, None)], cut=True)
+        vectors, _ = await embedded(
+            request, await service.embedder(request, body.model), [(body.prompt, None)], cut=True
+        )
         return Json({"embedding": vectors[0].tolist()}, headers=note(body.ignored()))
 
     return r

@@ -27,6 +27,7 @@ class Source(NamedTuple):
     load: Callable[[], Model]
     folder: str
     open: Callable[[], Checkpoint]
+    embeds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,12 @@ class Models:
         if self.alone or self.first.state in ("loading", "stopping"):
             return self.first.state
         return "lost" if "lost" in states and "ready" not in states else "ready"
+
+    def embeds(self, backend: Backend) -> bool:
+        """Whether a model makes embeddings. ApiError 503 for the only model where it is not ready."""
+        if self._several is None:
+            return backend.model.hparams.dense > 0
+        return self._several.sources[backend.name].embeds
 
     def described(self, backend: Backend, describe: Callable[[Checkpoint], T]) -> T:
         """What `describe` says of a model's checkpoint, which is opened if the model is not loaded. Call it from any thread.

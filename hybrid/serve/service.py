@@ -33,6 +33,7 @@ from hybrid.text import chat
 
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
+    from hybrid.embedding import EmbeddingModel
     from hybrid.model import Model
 
 T = TypeVar("T")
@@ -100,10 +101,23 @@ class Service:
 
     async def writer(self, request: Request, asked: str | None) -> Model:
         """As `use`, a model that writes text. ApiError 400 for an embedding model."""
-        model = await self.use(request, asked)
-        if model.hparams.dense:
+        if self._embeds(request, asked):
             raise bad_request("this model makes embeddings and writes no text: POST /v1/embeddings", "model")
+        return await self.use(request, asked)
+
+    async def embedder(self, request: Request, asked: str | None) -> EmbeddingModel:
+        """As `use`, an embedding model. ApiError 400 for one that writes text."""
+        if not self._embeds(request, asked):
+            raise bad_request(
+                "this model writes text and makes no embeddings: serve and name an embedding model, such as "
+                "google/embeddinggemma-300m",
+                "model",
+            )
+        model: Any = await self.use(request, asked)
         return model
+
+    def _embeds(self, request: Request, asked: str | None) -> bool:
+        return self.models.embeds(request.scope[USE].backend if USE in request.scope else self.find(asked))
 
     async def described(self, request: Request, backend: Backend, describe: Callable[[Checkpoint], T]) -> T:
         """What `describe` says of a model's checkpoint, which is opened if the model is not loaded. ApiError 503."""
