@@ -141,7 +141,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--speculate", type=drafts, metavar="K,..", help="draft tokens of a pass to measure: auto, or up to 16 (auto)"
     )
-    g.add_argument("--draft", metavar="FILE", help="a draft model, or `lookup`; with --acceptance only its time counts")
+    g.add_argument(
+        "--draft",
+        metavar="FILE",
+        help="a draft model, an assistant, or `lookup`; with --acceptance only its time counts",
+    )
     g.add_argument(
         "--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models"
     )
