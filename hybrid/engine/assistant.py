@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import DRAFTS_TENSOR, FAULTED, TARGET_EMBEDDING
+from hybrid.core.plan import DRAFTS_TENSOR, TARGET_EMBEDDING
 from hybrid.engine.request import Request
-from hybrid.engine.runner import CONTINUES, DRAFTED, Flight, Runner
+from hybrid.engine.runner import CONTINUES, DRAFTED, Runner
 from hybrid.engine.scheduler import Pass, Run
 from hybrid.engine.speculation import DeviceDrafter
 
@@ -86,8 +86,6 @@ class Assistant(DeviceDrafter):
         self.queues = runner.device.passes_ahead > 1
         self._queued: dict[Request, _Queued] = {}
         self._passes = 0
-        self._flight: Flight | None = None  # the last
-        self._proposed: Flight | None = None  # the last one of the drafts that are verified now
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         """Token words by which a verifying pass finds the guesses (DRAFTED). Does not wait."""
@@ -127,18 +125,8 @@ class Assistant(DeviceDrafter):
     def verified(self, request: Request, accepted: int) -> None:
         pass
 
-    @property
-    def recordings(self) -> int:
-        return self.runner.counters.recordings
-
-    def wait(self) -> None:
-        flight, self._proposed = self._proposed, None
-        if flight is None:
-            return
-        run = flight.scheduled.runs[0]
-        if self.runner.device.peek("history", run.slot, run.start + 1, flight.ticket) == FAULTED:
-            self.runner.abort()
-            self._queued.clear()
+    def _lose(self) -> None:
+        self._queued.clear()
 
     def end(self, request: Request) -> None:
         self._queued.pop(request, None)

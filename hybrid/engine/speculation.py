@@ -156,6 +156,10 @@ class DeviceDrafter(ABC):
     runner: Runner
     queues: bool
     """Whether submitting returns before the pass has run; on cpu it does not."""
+    _flight: Flight | None = None
+    """The last pass."""
+    _proposed: Flight | None = None
+    """The last pass of the drafts that are verified now."""
 
     @abstractmethod
     def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
@@ -175,13 +179,24 @@ class DeviceDrafter(ABC):
         """See Drafter."""
 
     @property
-    @abstractmethod
     def recordings(self) -> int:
         """Programs made so far."""
+        return self.runner.counters.recordings
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait for the passes of the last drafts. After an aborted step, later drafts start again."""
+        flight, self._proposed = self._proposed, None
+        if flight is None:
+            return
+        _, slot, start, ids, *_ = flight.scheduled.runs[0]
+        word = self.runner.device.peek("history", slot, start + len(ids or (CONTINUES,)), flight.ticket)
+        if word == FAULTED:
+            self.runner.abort()
+            self._lose()
+
+    @abstractmethod
+    def _lose(self) -> None:
+        """Forget the drafts of an aborted step, and those queued after it."""
 
     @abstractmethod
     def end(self, request: Request) -> None:
@@ -223,8 +238,6 @@ class DraftModel(Stack, DeviceDrafter):
             )
         self.queues = runner.device.passes_ahead > 1
         self._copies: dict[Request, _Copy] = {}
-        self._flight: Flight | None = None  # the last
-        self._proposed: Flight | None = None  # the last one of the drafts that are verified now
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         """Token words by which a verifying pass finds the drafts (DRAFTED). Appends the new tokens of each sequence, then
@@ -293,21 +306,10 @@ class DraftModel(Stack, DeviceDrafter):
             return 0
         return max(0, copy.queued - max(0, len(request.ids) - 1 - copy.end))
 
-    @property
-    def recordings(self) -> int:
-        return self.runner.counters.recordings
-
-    def wait(self) -> None:
-        flight, self._proposed = self._proposed, None
-        if flight is None:
-            return
-        _, slot, start, ids, *_ = flight.scheduled.runs[0]
-        word = self.runner.device.peek("history", slot, start + len(ids or (CONTINUES,)), flight.ticket)
-        if word == FAULTED:
-            self.runner.abort()
-            self.scheduler.lose()
-            for copy in self._copies.values():
-                copy.valid = copy.drafts = copy.queued = 0
+    def _lose(self) -> None:
+        self.scheduler.lose()
+        for copy in self._copies.values():
+            copy.valid = copy.drafts = copy.queued = 0
 
     def end(self, request: Request) -> None:
         copy = self._copies.pop(request, None)
