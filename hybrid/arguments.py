@@ -200,7 +200,7 @@ def add_drafts(p: argparse.ArgumentParser) -> None:
     """Add --draft and --speculate, as of hybrid.load (`check_drafts`)."""
     p.add_argument(
         "--draft",
-        metavar="FILE",
+        metavar="MODEL",
         help="speculative decoding with a smaller model of the same tokenizer, with the assistant of a Gemma 4, or with `lookup`",
     )
     p.add_argument(

@@ -106,7 +106,7 @@ def texts(model: hybrid.Model, way: str, prompts: int, **more: Any) -> list[tupl
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_text_is_the_same_with_a_drafter(folders: Any, backend: str, way: str) -> None:
-    """Of several sequences at once; random drafters are hardly ever right."""
+    """Batched sequences; random drafters are hardly ever right."""
     name = "small-clusters" if way == "greedy" else "large"
     with loaded(folders[name], backend, slots=3) as model:
         assert texts(model, way, 3) == texts(model, way, 3, speculate=0)

@@ -178,7 +178,7 @@ Sight = tuple[int, int, int]
 
 
 def _sights(tensors: Mapping[str, Tensor], rows: Batch | None, case: Case) -> list[Sight] | None:
-    """What each live row sees; None for operations that do not attend."""
+    """Attention mask of the live rows; None for operations without attention."""
     if "views" in tensors:
         both = np.column_stack([tensors["slots"].array, tensors["views"].array])[: case.rows]
         return [(slot, first, last) for slot, first, last in both.tolist()]

@@ -1,4 +1,4 @@
-"""One server with the embedded model, shared by tests that only send requests."""
+"""Servers that tests share: one of the embedded model, and for each module one of a scripted model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ import pytest
 
 import hybrid
 from conformance.support.paths import DEMO
+from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     with running(lambda: hybrid.load(DEMO, device="cpu", slots=4, ctx=512, precision="exact")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model() -> ScriptedModel:
+    return ScriptedModel(Script(), ctx=4000)
+
+
+@pytest.fixture(scope="module")
+def scripted(model: ScriptedModel) -> Iterator[Running]:
+    with running(lambda: model) as found:
         yield found
 
 

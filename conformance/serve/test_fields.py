@@ -11,24 +11,13 @@ import pytest
 
 import hybrid
 from conformance.support.paths import DEMO
-from conformance.support.scripted import Script, ScriptedModel
+from conformance.support.scripted import ScriptedModel
 from conformance.support.server import Running, running
 from hybrid.perplexity import Measured, measure
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 FLAT = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
-
-
-@pytest.fixture(scope="module")
-def model() -> ScriptedModel:
-    return ScriptedModel(Script(), ctx=4000)
-
-
-@pytest.fixture(scope="module")
-def scripted(model: ScriptedModel) -> Iterator[Running]:
-    with running(lambda: model) as found:
-        yield found
 
 
 HISTORY: list[dict[str, Any]] = [

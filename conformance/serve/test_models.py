@@ -294,7 +294,7 @@ def test_a_lost_device_of_one_model_loads_that_one_again(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_each_loaded_model_has_grammars_of_its_own(pair: Pair) -> None:
-    """Where a second model's grammar stopped the first one's processes, its running requests would fail."""
+    """A second model's grammar leaves the first one's grammar processes running."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}}
     loads = {**pair.loads(), "c": lambda: ScriptedModel(Script())}
     with running(several(loads, keep=2)) as server:
@@ -327,7 +327,7 @@ def test_one_model_has_no_label_and_makes_no_request_wait() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command would serve."""
+    """Arguments of `process.serve`, which is replaced."""
     found: list[Any] = []
     monkeypatch.setattr("hybrid.serve.process.serve", lambda load, *_, **__: found.append(load) or 0)
     return found
@@ -374,7 +374,7 @@ def test_wrong_use_of_several_is_one_line(
     both = [str(path) for path in FILES.values()]
     for more, code, words in [
         ([*both, "--name", "x"], 2, ["--name NAME belongs to one model"]),
-        ([*both, "--draft", str(DEMO)], 2, ["--draft FILE belongs to one model"]),
+        ([*both, "--draft", str(DEMO)], 2, ["--draft MODEL belongs to one model"]),
         ([*both, "--ray"], 2, ["--ray belongs to one model"]),
         ([*both, "--random", "gemma3-270m"], 2, ["one of the two"]),
         ([str(again), str(DEMO), str(again)], 1, [str(again), "'again'"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -19,17 +18,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 
 LOOK: Any = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA}}
 HI: list[Any] = [{"role": "user", "content": "What is a file?"}]
 NAME = "demo-gemma3"
-
-
-@pytest.fixture(scope="module")
-def model() -> ScriptedModel:
-    return ScriptedModel(Script(), ctx=4000)
-
-
-@pytest.fixture(scope="module")
-def scripted(model: ScriptedModel) -> Iterator[Running]:
-    with running(lambda: model) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +192,7 @@ def test_errors_keys_and_clients_that_leave(client: Any, model: ScriptedModel) -
 
 
 def test_a_quiet_stream_stays_readable(client: Any, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent meanwhile is a line like others."""
+    """Keep-alive lines are valid JSON lines."""
     monkeypatch.setattr("hybrid.serve.running.HEARTBEAT", 0.05)
     model.script.pause = 0.2
     try:

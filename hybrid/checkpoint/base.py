@@ -80,7 +80,7 @@ class Checkpoint:
     tool_template: str | None = None
     """The chat template for conversations with tools, if it is another one."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Of an embedding model: task -> text before an input."""
+    """Prompt prefixes of an embedding model, by task."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Family:
     merged_tokenizer: bool = False
     """Whether its GGUF files have the tokenizer's merges, if any; otherwise equivalent scores."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Of embedding models: task -> text before an input, where a file has none."""
+    """Default prompt prefixes of an embedding model, by task, for files without any."""
     hf_flag: str = ""
     """The field of config.json that must be true, where another family has the same model_type without it."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
@@ -203,12 +203,12 @@ _SMALL = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_c
 
 
 def is_exact(name: str, shape: Shape) -> bool:
-    """Whether a tensor is always float32 (or int32: is_index): vectors and very small matrices."""
+    """Whether a tensor is never quantised: vectors and very small matrices, float32 (int32: is_index)."""
     return len(shape) == 1 or stem_of(name) in _SMALL
 
 
 def is_index(name: str) -> bool:
-    """Whether a vector is a permutation of token ids, stored as int32."""
+    """Whether a tensor is an int32 permutation of token ids."""
     return stem_of(name) == gemma4_assistant.ORDERING
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PRE, POST = "nextn.pre_projection", "nextn.post_projection"
 CENTROIDS, ORDERING = "nextn.centroids", "nextn.token_ordering"
 ARCHITECTURES = ("gemma4-assistant", "gemma4_assistant", "gemma4_mtp")
-"""Of GGUF files, as different converters name it; the first is written."""
+"""GGUF architecture names of different converters; the first is written."""
 RENAMED = {
     **{f"mtp.{stem.partition('.')[2]}.weight": f"{stem}.weight" for stem in (PRE, POST, CENTROIDS, ORDERING)},
     "mtp_pre_proj.weight": f"{PRE}.weight",

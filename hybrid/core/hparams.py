@@ -143,9 +143,9 @@ class HParams:
     per_layer_vocab: int = 0
     """Rows of the per-layer embedding table."""
     backbone: int = 0
-    """Of a drafter that reads its target's cache: the target's `hidden`; 0: a model of its own."""
+    """Hidden size of the target of a drafter that reads its cache; 0: no such drafter."""
     clusters: int = 0
-    """Of a head that scores the tokens of a few clusters only: their number, a divisor of `vocab`; 0: scores all."""
+    """Clusters of a clustered head, a divisor of `vocab`; 0: the head scores all tokens."""
     clusters_used: int = 0
     dense: int = 0
     """Width between the two matrices after mean pooling, of a model whose results are embeddings; 0: a decoder."""

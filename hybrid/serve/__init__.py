@@ -218,7 +218,7 @@ def _check_several(args: argparse.Namespace) -> None:
     for option, is_given in (
         ("--name NAME", bool(args.name)),
         ("--ray", args.ray),
-        ("--draft FILE", args.draft not in (None, "lookup")),
+        ("--draft MODEL", args.draft not in (None, "lookup")),
     ):
         if is_given:
             raise UsageError(f"{option} belongs to one model, and there are several")
