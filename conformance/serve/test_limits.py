@@ -124,15 +124,14 @@ def head(length: int) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-def stream_then_leave(server: Running, body: dict[str, Any]) -> None:
-    """Send a request on a separate socket, read the first bytes of the answer, and disconnect."""
+def ask_then_leave(server: Running, model: ScriptedModel, body: dict[str, Any]) -> None:
+    """Send a request on a separate socket and disconnect while both choices run; of a stream after its first bytes."""
     with server.raw() as s:
         content = json.dumps(body).encode()
         s.sendall(head(len(content)) + content)
         if body.get("stream"):
             assert s.recv(10)
-        else:
-            time.sleep(0.2)
+        until(lambda: len(model.script.submitted) == 2)
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset, not an orderly close
 
 
@@ -140,8 +139,8 @@ def stream_then_leave(server: Running, body: dict[str, Any]) -> None:
 def test_a_client_that_goes_away_cancels(stream: bool) -> None:
     model = ScriptedModel(Script(text="word " * 300, pause=0.02))
     with running(lambda: model) as server:
-        stream_then_leave(server, {**HI, "stream": stream, "n": 2})
-        until(lambda: len(model.script.submitted) == 2 and model.open == 0, 4)
+        ask_then_leave(server, model, {**HI, "stream": stream, "n": 2})
+        until(lambda: model.open == 0, 4)
         until(lambda: 'outcome="cancelled"' in server.http.get("/metrics").text)
 
 
