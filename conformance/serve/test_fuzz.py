@@ -24,7 +24,7 @@ from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import LOOPBACK, Settings
 
 REQUESTS = 20_000 if LONG else 250
-SETTINGS = Settings(max_tokens=4, idle=0.3, hosts=LOOPBACK)
+SETTINGS = Settings(max_tokens=4, idle=3.0, hosts=LOOPBACK)
 
 
 class Model(ScriptedModel):
