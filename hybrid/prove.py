@@ -1,7 +1,7 @@
 """python -m hybrid.prove [MODEL ...]: prove this machine's device: every kernel that a model's plans use there.
 
 hybrid.proving runs the kernels' cases. Fused groups, which no single operation selects, run in the model: the logits of
-a prompt and the choices of a decoded text are compared with those of cpu.
+a prompt and the choices of a decoded text, or the vectors of texts, are compared with those of cpu.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hybrid.proving import Proof, Report, Subject, Text, prove, routed
 
 if TYPE_CHECKING:
     from hybrid.kernels.vulkan.device import VulkanDevice
+    from hybrid.text.tokenizer import Tokenizer
 
 PROMPT, TEXT, CONTEXT, LAYERS = 40, 12, 96, 6
 ON_CPU = 1 << 30  # bytes of weights of the largest model whose texts are compared
@@ -58,9 +59,10 @@ def texts_of(paths: Sequence[Path], opened: Callable[..., VulkanDevice], proofs:
     for path in paths:
         with opened_model(str(path)) as subject:
             size = sum(DTYPES[e.dtype].nbytes(e.shape) for e in subject.checkpoint.entries.values())
+            compare = _compare_vectors if subject.checkpoint.hparams.dimensions else _compare
         for weights in (None, "q4_0") if size <= ON_CPU else ():
             if weights is None or any(weights in p.kernel for p in proofs.values() if not p.cases and not p.error):
-                text, used = _compare(path, opened, weights)
+                text, used = compare(path, opened, weights)
                 for kernel in used & proofs.keys():
                     proofs[kernel].cases += 1
                 yield text
@@ -76,12 +78,10 @@ def _compare(path: Path, opened: Callable[..., VulkanDevice], weights: str | Non
     device = opened()
     options: dict[str, Any] = {"ctx": CONTEXT, "weights": weights, "requantize": True}
     with hybrid.load(path, Opened(device, device), **options, prove=False) as model:
-        tokenizer = model.checkpoint.tokenizer
-        drawn = np.random.default_rng(0).integers(0, tokenizer.n_tokens, PROMPT - 1).tolist()
-        ids = [tokenizer.bos_id or 0, *drawn]
+        ids = _drawn(model.checkpoint.tokenizer, PROMPT)
         ours = model.logits(ids)
         text = model.submit(ids, max_tokens=TEXT, ignore_eos=True).result().ids
-        used = frozenset(d.kernel.name for p in device.programs for d in p.recording.dispatches)
+        used = _used(device)
         faults = "; ".join(model.engine.faults)
         mixture = any(layer.n_experts for layer in model.hparams.layers)
     with hybrid.load(path, "cpu", **options) as model:
@@ -90,11 +90,47 @@ def _compare(path: Path, opened: Callable[..., VulkanDevice], weights: str | Non
     apart = np.sqrt(np.square(ours - theirs[: len(ids)]).mean(-1)) / spread[: len(ids)]
     chosen = theirs[len(ids) - 1 : -1]
     leads = (chosen.max(-1) - np.take_along_axis(chosen, np.array(text)[:, None], -1)[:, 0]) / spread[len(ids) - 1 : -1]
-    name = path.name + (f" as {weights}" if weights else "")
     # A rounding may choose other experts for a position, which then differs for that reason: the median one counts.
     most = np.median if mixture else np.max
     worst = [float(most(np.nan_to_num(found, nan=np.inf))) for found in (apart, leads)]
-    return Text(name, worst[0], worst[1], faults), used
+    return Text(_named(path, weights), worst[0], worst[1], faults), used
+
+
+def _compare_vectors(
+    path: Path, opened: Callable[..., VulkanDevice], weights: str | None
+) -> tuple[Text, frozenset[str]]:
+    """`_compare` of an embedding model: by the vectors of a short and a long text."""
+    import numpy as np
+
+    import hybrid
+    from hybrid.devices.opening import Opened
+
+    device = opened()
+    options: dict[str, Any] = {"ctx": CONTEXT, "weights": weights, "requantize": True, "prove": False}
+    with hybrid.load_embedder(path, Opened(device, device), **options) as model:
+        texts = [_drawn(model.checkpoint.tokenizer, length) for length in (PROMPT, CONTEXT)]
+        ours, used = model.embed(texts), _used(device)
+    with hybrid.load_embedder(path, "cpu", **options) as model:
+        theirs = model.embed(texts)
+    apart = np.sqrt(np.square(ours - theirs).mean(-1)) / theirs.std(-1)
+    return Text(_named(path, weights), float(np.nan_to_num(apart, nan=np.inf).max()), 0.0), used
+
+
+def _drawn(tokenizer: Tokenizer, length: int) -> list[int]:
+    """The same random ids in every run."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0).integers(0, tokenizer.n_tokens, length - 1).tolist()
+    return [tokenizer.bos_id or 0, *drawn]
+
+
+def _used(device: VulkanDevice) -> frozenset[str]:
+    """Kernels of the device's programs."""
+    return frozenset(d.kernel.name for p in device.programs for d in p.recording.dispatches)
+
+
+def _named(path: Path, weights: str | None) -> str:
+    return path.name + (f" as {weights}" if weights else "")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -108,7 +144,7 @@ def table(report: Report) -> Iterator[str]:
     for p in report.proofs:
         yield f"{p.kernel:{wide}}  {p.operation:20} {p.cases:5} {p.worst:11.2f}  {p.verdict}"
     for t in report.texts:
-        yield f"{t.model}: logits within {t.apart:.3f}, text within {t.lead:.3f} of cpu: {t.error or 'agrees'}"
+        yield f"{t.model}: logits or vectors within {t.apart:.3f}, text within {t.lead:.3f} of cpu: {t.error or 'agrees'}"
     yield f"{report.sentence} ({report.seconds:.0f} s)"
 
 

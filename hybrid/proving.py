@@ -61,8 +61,9 @@ class Proof:
 
 @dataclass(slots=True)
 class Text:
-    """A model on the device beside cpu. apart: the largest RMS difference of a position's logits; lead: by how much cpu's
-    choice leads a decoded token; both in standard deviations of the position's logits. faults: aborted steps."""
+    """A model on the device beside cpu. apart: the largest RMS difference of a position's logits, or of a text's vector;
+    lead: by how much cpu's choice leads a decoded token; both in standard deviations of those logits or numbers. faults:
+    aborted steps."""
 
     model: str
     apart: float
@@ -72,7 +73,7 @@ class Text:
     @property
     def error(self) -> str:
         if self.faults or self.apart >= APART:
-            return self.faults or f"logits differ by {self.apart:.2f} standard deviations"
+            return self.faults or f"logits or vectors differ by {self.apart:.2f} standard deviations"
         return f"a token is {self.lead:.2f} standard deviations below cpu's choice" if self.lead >= LEAD else ""
 
 

@@ -313,7 +313,7 @@ def with_choice(report: Report) -> tuple[Feature, ...]:
     ("apart", "lead", "faults", "error"),
     [
         (0.01, 0.0, "", ""),
-        (0.9, 0.0, "", "logits differ by 0.90 standard deviations"),
+        (0.9, 0.0, "", "logits or vectors differ by 0.90 standard deviations"),
         (0.01, 2.0, "", "a token is 2.00 standard deviations below cpu's choice"),
         (0.01, 0.0, "an aborted step", "an aborted step"),
     ],
