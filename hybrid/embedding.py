@@ -44,8 +44,8 @@ def load_embedder(
     prove: bool = True,
 ) -> EmbeddingModel:
     """Load an embedding model: a .gguf file, a Hugging Face directory or an open checkpoint. ctx: most tokens of a text
-    (default: the model's). chunk: rows of a pass, at least ctx (default: by the device). slots: most texts of a pass.
-    Other arguments as of hybrid.load. ValueError or RuntimeError with a one-line message and its fix."""
+    (default: the model's, at most 4096). chunk: rows of a pass, at least ctx (default: by the device). slots: most texts of
+    a pass. Other arguments as of hybrid.load. ValueError or RuntimeError with a one-line message and its fix."""
     config = EngineConfig(
         precision=precision, weights=weights, requantize=requantize, ctx=ctx, slots=slots, chunk=chunk
     )
@@ -109,7 +109,7 @@ class EmbeddingModel:
     @property
     def dimensions(self) -> int:
         """Numbers of a vector."""
-        return self.hparams.hidden
+        return self.hparams.dimensions
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -183,6 +183,6 @@ class EmbeddingModel:
 
 
 def normalised(vectors: np.ndarray, dimensions: int | None = None) -> np.ndarray:
-    """The first `dimensions` numbers of vectors [n, hidden], each vector divided by its length; zeros stay."""
+    """The first `dimensions` numbers of vectors [n, dimensions], each vector divided by its length; zeros stay."""
     kept = vectors[:, :dimensions]
     return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.float32(1e-12))

@@ -79,7 +79,7 @@ def has_room(checkpoint: Checkpoint, device: Device, config: EngineConfig, sched
     """Whether a model fits the device's free memory: with every weight and a full context for each slot; of an embedding
     model one longest text. schedule: by name (default: the family's)."""
     free = usable_bytes() if device.available is None else device.available
-    embeds = checkpoint.hparams.dense > 0
+    embeds = checkpoint.hparams.dimensions > 0
     if config.memory is not None and not embeds:
         return config.memory <= free
     found = find_schedule(checkpoint.hparams.family) if schedule is None or embeds else named_schedule(schedule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,28 +12,38 @@ import numpy as np
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS
-from conformance.support.paths import DATA, DEMO
-from conformance.support.synthetic import tiny, tiny_embedding, write_hf
+from conformance.support import embeddings
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.paths import DEMO
+from conformance.support.synthetic import tiny, tiny_embedding, tiny_embedding2, write_hf
 from hybrid.bench.__main__ import main as bench
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.families import family_named
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.random import random_checkpoint
+from hybrid.checkpoint.sentence import prompts_of
 from hybrid.convert import convert
 from hybrid.core.errors import ContextExceeded
 from hybrid.embed import main as embed
 from hybrid.embedding import EmbeddingModel, normalised
+from hybrid.engine.embedding import Embedder
 from hybrid.generate import main as generate
+from hybrid.prove import texts_of
+from hybrid.proving import Text
 from hybrid.spec.model import find_model
 
-GOLDEN = json.loads((DATA / "embedding" / "golden.json").read_text())
-TEXTS: list[list[int]] = GOLDEN["texts"]
+GOLDEN = json.loads(embeddings.FILE.read_text())
+TEXTS = embeddings.texts()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_hf(tmp_path_factory.mktemp("embedding"), tiny_embedding(), dtype="f32", seed=11)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {f: embeddings.folder_of(tmp_path_factory.mktemp(f), f) for f in embeddings.MODELS}
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["gemma-embedding"]
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +56,37 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
 
 
+@pytest.mark.parametrize("family", embeddings.MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_vectors_are_those_of_transformers(folder: Path, backend: str) -> None:
+def test_vectors_are_those_of_transformers(folders: dict[str, Path], backend: str, family: str) -> None:
     """Texts shorter and longer than the window, in one pass, and cut into several."""
-    wanted = np.array(GOLDEN["vectors"])
-    with hybrid.load_embedder(folder, backend, precision="exact", prove=False) as model:
+    wanted, how = np.array(GOLDEN[family]), {"precision": "exact", "prove": False}
+    with hybrid.load_embedder(folders[family], backend, **how) as model:
         found = model.embed(TEXTS)
         assert model.engine.passes == 1 and found.dtype == np.float32
         assert np.abs(found - wanted).max() < 2e-6
-    with hybrid.load_embedder(folder, backend, precision="exact", ctx=128, chunk=128, slots=2, prove=False) as model:
+    with hybrid.load_embedder(folders[family], backend, ctx=128, chunk=128, slots=2, **how) as model:
         assert np.abs(model.embed(TEXTS) - wanted).max() < 2e-6
         assert model.engine.passes == 3  # at most two texts, and 128 rows
 
 
-def test_a_gguf_file_has_the_same_vectors(folder: Path, model: EmbeddingModel, tmp_path: Path) -> None:
-    file = tmp_path / "tiny.gguf"
-    with open_checkpoint(folder) as source:
+@pytest.mark.parametrize("family", embeddings.MODELS)
+def test_a_gguf_file_has_the_same_vectors(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+    file, small, wanted = tmp_path / "tiny.gguf", tmp_path / "small.gguf", np.array(GOLDEN[family])
+    with open_checkpoint(folders[family]) as source:
         convert(source, file, "f32")
-        convert(source, small := tmp_path / "small.gguf", "q8_0")
+        convert(source, small, "q8_0")
         with pytest.raises(CheckpointError, match=r"written as GGUF only: name a \.gguf file"):
             convert(source, tmp_path / "folder", "f32", format="hf")
-    with open_checkpoint(file) as made:
-        assert replace(made.hparams, eps=1e-6) == model.hparams  # float32 in the file
-        assert made.prompts["query"] == "task: search result | query: "
+        with open_checkpoint(file) as made:
+            assert replace(made.hparams, eps=1e-6) == source.hparams  # float32 in the file
+            assert made.prompts == source.prompts and list(made.prompts) == ["query", "document"]
+            assert not made.notes
     with hybrid.load_embedder(file, "cpu", precision="exact") as other:
-        assert np.allclose(other.embed(TEXTS), model.embed(TEXTS), atol=1e-6)
-    with hybrid.load_embedder(small, "cpu") as other:
-        assert cosines(other.embed(TEXTS), model.embed(TEXTS)).min() > 0.999
+        assert np.abs(other.embed(TEXTS) - wanted).max() < 2e-6
+    for backend in BACKENDS:
+        with hybrid.load_embedder(small, backend, prove=False) as other:
+            assert cosines(other.embed(TEXTS), wanted).min() > 0.995  # the weights alone: 0.998
 
 
 def test_texts_tasks_and_dimensions(model: EmbeddingModel) -> None:
@@ -181,6 +195,22 @@ def test_the_bench_measures_passes_of_texts(folder: Path, capsys: pytest.Capture
     assert "give -p lengths of texts" in capsys.readouterr().err
 
 
+def test_a_proof_compares_vectors_with_those_of_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared() -> Text:
+        (text,) = texts_of([folder], lambda: open_backend("vulkan"), {})
+        return text
+
+    assert not compared().error
+    run = Embedder._run
+
+    def turned(self: Embedder, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        found = run(self, texts)
+        return found[:, ::-1] if self.device.backend == "vulkan" else found
+
+    monkeypatch.setattr(Embedder, "_run", turned)
+    assert "vectors differ by" in compared().error
+
+
 # ------------------------------------------------------------------------------------------------------------ files
 PUBLISHED = {
     "attention.head_count": 3,
@@ -233,6 +263,86 @@ def test_published_metadata_gives_the_sheets_hyper_parameters() -> None:
         family.hparams_from_gguf(metadata(), Sheet(None))  # type: ignore[arg-type]
     with random_checkpoint("embeddinggemma-300m", layers=1, vocab=64) as made:
         assert len(made.prompts) == 14 and made.hparams.window == 257
+
+
+PUBLISHED2 = {  # of transformers' EmbeddingGemma2TextConfig
+    "attention_bias": False,
+    "embedding_dim": 768,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 512,
+    "hidden_size_per_layer_input": 512,
+    "intermediate_size": 2048,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
+    "max_position_embeddings": 262144,
+    "model_type": "embedding_gemma2_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "per_layer_config": {str(i): {"head_dim": 512, "num_key_value_heads": 1} for i in (5, 11, 17, 23)},
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "vocab_size": 262144,
+}
+
+
+class Sheet2(Sheet):
+    """The same of EmbeddingGemma 2."""
+
+    def __init__(self, rows: int | None = 768) -> None:
+        super().__init__(rows)
+
+    def has(self, name: str) -> bool:
+        return name.endswith("attn_v.weight") or name.endswith("attn_k.weight")
+
+    def values(self, name: str, finite: bool = True) -> np.ndarray:
+        return np.ones(1, np.float32)
+
+
+def test_a_second_generations_config_gives_the_sheets_hyper_parameters() -> None:
+    hp, family = find_model("embeddinggemma-2").hparams(), family_named("gemma-embedding2")
+
+    def read(config: dict[str, object], sheet: Sheet2 | None = None) -> tuple[object, list[str]]:
+        fields = Fields(config, Path("config.json"))
+        return family.hparams_from_hf(fields, sheet or Sheet2()), fields.notes  # type: ignore[arg-type]
+
+    assert read(PUBLISHED2) == (hp, [])
+    found, notes = read({"model_type": "embedding_gemma2", "text_config": {"vocab_size": 262144}})
+    assert (
+        found == hp and "omits hidden_size, intermediate_size," in notes[0] and "EmbeddingGemma 2's config" in notes[0]
+    )
+    written = {f"gemma-embedding2.{key}": value for key, value in family.gguf_fields(hp).items()}
+    metadata = Fields(written, Path("model.gguf"))
+    assert family.hparams_from_gguf(metadata, Sheet2()) == hp and not metadata.notes  # type: ignore[arg-type]
+    for change, sheet, error in (
+        ({"embedding_dim": 512}, None, "embedding_dim 512 is not the 768 rows of embedding_projection"),
+        ({"hidden_size_per_layer_input": 0}, None, "hidden_size_per_layer_input 0 must be positive"),
+        ({"attention_bias": True}, None, "attention_bias True is not supported"),
+        ({}, Sheet2(None), r"embedding_projection\.weight \(GGUF: dense_2\.weight\) is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=error):
+            read(PUBLISHED2 | change, sheet)
+
+
+@pytest.mark.parametrize("dialect", ["new", "multimodal"])
+def test_both_layouts_of_a_second_generation(tmp_path: Path, dialect: str) -> None:
+    path = write_hf(tmp_path, tiny_embedding2(), dialect)
+    with open_checkpoint(path) as found:
+        assert found.hparams == tiny_embedding2() and not found.notes and list(found.prompts) == ["query", "document"]
+    (path / "modules.json").unlink()  # as transformers alone writes it
+    (path / "config_sentence_transformers.json").unlink()
+    with open_checkpoint(path) as found:
+        assert found.hparams.dimensions == 96 and not found.prompts
+
+
+def test_a_gguf_files_prompts_are_lists_of_equal_length() -> None:
+    for texts in (["a"], "a", [1, 2]):
+        with pytest.raises(CheckpointError, match=r"prompts\.tasks and prompts\.texts must be lists of as many texts"):
+            prompts_of(Fields({"prompts.tasks": ["query", "document"], "prompts.texts": texts}, Path("m.gguf")))
 
 
 @pytest.mark.parametrize("dialect", ["old", "new"])

@@ -456,7 +456,7 @@ def test_layers_that_cannot_be_are_refused() -> None:
 
 
 def test_there_is_one_registry() -> None:
-    names = ["gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma-embedding"]
+    names = ["gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma-embedding", "gemma-embedding2"]
     assert [f.name for f in FAMILIES] == names and family_of(tiny()).hf_norm_offset == 1.0
     with pytest.raises(ValueError, match=f"no family is called 'gemma5'; known: {', '.join(names)}"):
         family_named("gemma5")

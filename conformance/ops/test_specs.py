@@ -37,6 +37,7 @@ from hybrid.spec.workload import givens
 
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 HIDDEN = {
+    "embeddinggemma-2": 512,
     "gemma3n-e2b": 2048,
     "gemma3n-e4b": 2048,
     "gemma4-e2b": 1536,
@@ -82,10 +83,11 @@ def test_workloads_of_an_operation_that_says_nothing_are_those_of_its_schedules(
     assert {i.split(".")[0] for i in found} == {
         *("gemma3n-e2b", "gemma3n-e4b", "gemma4-e2b", "gemma4-e4b", "demo-gemma3n", "demo-gemma4")
     }
+    assert [w.id for w in OPS["per_layer_norm"].workload] == ["embeddinggemma-2.prefill"]  # it has no other pass
     one = found["gemma3n-e2b.decode"]
     assert one.bind == {"T": 1, "V": 262144, "E": 7680, "P": 256} and one.dtypes == {"w": "q8_0"}
     assert found["demo-gemma4.prefill"].bind == {"T": 128, "V": 4096, "E": 320, "P": 32}
-    assert OPS["add_norm"].workload[0].dtypes == {"y": "q8_act"} and OPS["add_norm"].workload[0].tags == (
+    assert OPS["add_norm"].workload[1].dtypes == {"y": "q8_act"} and OPS["add_norm"].workload[1].tags == (
         "decode",
         "perf",
     )

@@ -132,7 +132,9 @@ def test_sizes_of_every_family_are_modelled(capsys):
 def test_drafts_are_of_the_same_family_and_count_as_memory():
     drafts = {name: search.draft_of(name) for name in load_models() if not name.endswith("-assistant")}
     assert drafts == {
-        **dict.fromkeys(("embeddinggemma-300m", "gemma3-270m", "gemma3-1b", "gemma3n-e2b", "gemma3n-e4b")),
+        **dict.fromkeys(
+            ("embeddinggemma-2", "embeddinggemma-300m", "gemma3-270m", "gemma3-1b", "gemma3n-e2b", "gemma3n-e4b")
+        ),
         **dict.fromkeys(("gemma3-4b", "gemma3-12b", "gemma3-27b"), "gemma3-1b"),
         **{f"gemma4-{size}": f"gemma4-{size}-assistant" for size in ("e2b", "e4b", "12b", "31b", "26b-a4b")},
     }

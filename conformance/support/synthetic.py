@@ -159,7 +159,22 @@ def tiny_assistant(target: HParams, clusters: int = 0, **changes: Any) -> HParam
 
 def tiny_embedding(**changes: Any) -> HParams:
     """An EmbeddingGemma of a few thousand weights and its wide matrices; window: to each side, the row's own included."""
-    return tiny(**({"family": "gemma-embedding", "n_layers": 4, "window": 9, "dense": 3072} | changes))
+    own = {"family": "gemma-embedding", "n_layers": 4, "window": 9, "dimensions": 64, "dense": 3072}
+    return tiny(**(own | changes))
+
+
+def tiny_embedding2(**changes: Any) -> HParams:
+    """An EmbeddingGemma 2 of a few thousand weights; window: as of `tiny_embedding`."""
+    local = {"head_dim": 16, "n_heads": 4, "n_kv_heads": 2, "window": 9, "rope_theta": 1e4, "ffn": 96}
+    wide = {"head_dim": 32, "n_heads": 4, "n_kv_heads": 1, "window": 0, "rope_theta": 1e6, "ffn": 96}
+    layers = (
+        LayerParams(**local, scalar=0.75),
+        LayerParams(**wide, scalar=1.25),
+        LayerParams(**local, scalar=1.125),
+        LayerParams(**wide, scalar=0.5),
+    )
+    own = {"family": "gemma-embedding2", "layers": layers, "per_layer_dim": 32, "per_layer_vocab": 0, "softcap": 0.0}
+    return tiny_gemma4(**(own | {"dimensions": 96} | changes))
 
 
 def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
@@ -167,7 +182,10 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
     nested in the multimodal model's (`multimodal`, in the old dialect). Others: `new`, or `multimodal`; Gemma 4 with
     per_layer_config, or (`global`) with what the published files have instead."""
     if hp.family not in ("gemma3", "gemma-embedding"):
-        text = {"gemma3n": _config_3n, "gemma4": _config_4, "gemma4_assistant": _config_4}[hp.family](hp)
+        of_family = {"gemma3n": _config_3n, "gemma-embedding2": _config_embedding2}
+        text = of_family.get(hp.family, _config_4)(hp)
+        if hp.family == "gemma-embedding2":
+            return text if dialect == "new" else {"model_type": "embedding_gemma2", "text_config": text}
         if hp.family == "gemma4_assistant":
             return {
                 "model_type": "gemma4_assistant",
@@ -213,7 +231,7 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
         "tie_word_embeddings": hp.tied,
         "layer_types": kinds,
     }
-    if hp.dense:
+    if hp.dimensions:
         text |= {"use_bidirectional_attention": True, "sliding_window": 2 * (hp.window - 1)}
     scaled = factor != 1.0
     if dialect == "new":
@@ -288,6 +306,35 @@ def _config_4(hp: HParams) -> dict[str, Any]:
     }
 
 
+def _config_embedding2(hp: HParams) -> dict[str, Any]:
+    text = {k: v for k, v in _config_4(hp).items() if k in _OF_EMBEDDING2}
+    full, local = ({"rope_theta": theta, "rope_type": "default"} for theta in (1e6, 1e4))
+    return text | {
+        "model_type": "embedding_gemma2_text",
+        "embedding_dim": hp.dimensions,
+        "sliding_window": hp.window - 1,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        "per_layer_config": {str(int(i)): own for i, own in text["per_layer_config"].items()},
+    }
+
+
+_OF_EMBEDDING2 = (
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_size_per_layer_input",
+    "hidden_activation",
+    "layer_types",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "per_layer_config",
+)
+
+
 def _common(hp: HParams) -> dict[str, Any]:
     return {
         "hidden_size": hp.hidden,
@@ -359,9 +406,10 @@ def write_hf(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(hp, dialect)))
     made = weights(hp, dtype, seed)
-    if hp.dense:
-        prefix = ""
-        _write_modules(folder, {name: made.pop(name) for name in ("2_Dense.linear.weight", "3_Dense.linear.weight")})
+    if hp.dimensions:
+        prefix = "" if dialect != "multimodal" else "language_model."
+        dense = [name for name in made if "_Dense." in name]
+        _write_modules(folder, hp, {name: made.pop(name) for name in dense})
     outside = family_of(hp).hf_outside
     named = {n if n.startswith(outside) else prefix + n: t for n, t in made.items()}
     named |= extra or {}
@@ -379,9 +427,9 @@ def write_hf(
     return folder
 
 
-def _write_modules(folder: Path, dense: Mapping[str, Tensor]) -> None:
+def _write_modules(folder: Path, hp: HParams, dense: Mapping[str, Tensor]) -> None:
     """The parts of a sentence-transformers folder around the model."""
-    kinds = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    kinds = family_of(hp).modules
     parts = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
     modules = [
         {"idx": i, "name": str(i), "path": part, "type": f"sentence_transformers.models.{kind}"}
@@ -390,8 +438,7 @@ def _write_modules(folder: Path, dense: Mapping[str, Tensor]) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     for part in parts[1:]:
         (folder / part).mkdir(exist_ok=True)
-    width = next(iter(dense.values())).shape[1]
-    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    pooling = {"word_embedding_dimension": hp.hidden, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({**pooling, "include_prompt": True}))
     for name, tensor in dense.items():
         part, outputs = folder / name.partition(".")[0], {"out_features": tensor.shape[0], "bias": False}

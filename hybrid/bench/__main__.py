@@ -221,7 +221,7 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
     with ExitStack() as held:
         begin = time.perf_counter()
         checkpoint = held.enter_context(open_model(args))
-        if checkpoint.hparams.dense:
+        if checkpoint.hparams.dimensions:
             from hybrid.bench.embedding import embeddings
 
             return embeddings(args, checkpoint, command, held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hybrid.checkpoint.fields import Fields
 from hybrid.core.hparams import MAX_LAYERS, HParams, LayerParams
@@ -74,11 +74,8 @@ def inputs_before(hp: HParams) -> dict[str, Shape]:
     width = hp.n_layers * hp.per_layer_dim
     if not width:
         return {}
-    return {
-        "per_layer_token_embd": (hp.per_layer_vocab, width),
-        "per_layer_model_proj": (width, hp.hidden),
-        "per_layer_proj_norm": (hp.per_layer_dim,),
-    }
+    table: dict[str, Shape] = {"per_layer_token_embd": (hp.per_layer_vocab, width)} if hp.per_layer_vocab else {}
+    return {**table, "per_layer_model_proj": (width, hp.hidden), "per_layer_proj_norm": (hp.per_layer_dim,)}
 
 
 def inputs_in_layer(hp: HParams) -> dict[str, Shape]:
@@ -169,12 +166,16 @@ def note_config(c: Fields, config: Fields, vocab: int, defaulted: Sequence[str],
         c.notes.append(
             f"{c.path.name} has a quantization_config ({method}): it is left out, tensors are taken as they are stored"
         )
-    omitted = [key for key in defaulted if c.get(key) is None and not c.is_null(key)]
-    if omitted:
-        c.notes.append(f"{c.path.name} omits {', '.join(omitted)}: the defaults of {family}'s config class are taken")
+    note_defaults(c, defaulted, family)
     for said in dict.fromkeys(f.integer("vocab_size", vocab) for f in (c, config)):
         if said != vocab:
             c.notes.append(f"{c.path.name} says vocab_size {said}: the embedding has {vocab} rows, which count")
+
+
+def note_defaults(c: Fields, defaulted: Iterable[str], family: str) -> None:
+    omitted = [key for key in defaulted if c.get(key) is None and not c.is_null(key)]
+    if omitted:
+        c.notes.append(f"{c.path.name} omits {', '.join(omitted)}: the defaults of {family}'s config class are taken")
 
 
 def linear_factor(rope: Fields) -> float:

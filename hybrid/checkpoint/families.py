@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4, gemma4_assistant, gemma_embedding
+from hybrid.checkpoint import (
+    gemma3,
+    gemma3_config,
+    gemma3n,
+    gemma4,
+    gemma4_assistant,
+    gemma_embedding,
+    gemma_embedding2,
+)
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.decoder import Shape, dead, hf_name
 from hybrid.checkpoint.fields import Fields
@@ -55,6 +63,8 @@ class Family:
     """Whether its GGUF files have the tokenizer's merges, if any; otherwise equivalent scores."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Default prompt prefixes of an embedding model, by task, for files without any."""
+    modules: tuple[str, ...] = ()
+    """sentence-transformers' modules of an embedding model, in order."""
     hf_flag: str = ""
     """The field of config.json that must be true, where another family has the same model_type without it."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
@@ -160,6 +170,20 @@ FAMILIES: tuple[Family, ...] = (
         hf_names=gemma_embedding.hf_name,
         hf_norm_offset=1.0,
         prompts=gemma_embedding.PROMPTS,
+        modules=("Transformer", "Pooling", "Dense", "Dense", "Normalize"),
+    ),
+    Family(
+        name=gemma_embedding2.FAMILY,
+        hf_model_types=("embedding_gemma2_text", "embedding_gemma2"),
+        hparams_from_hf=gemma_embedding2.hparams_from_hf,
+        hparams_from_gguf=gemma_embedding2.hparams_from_gguf,
+        gguf_fields=gemma_embedding2.gguf_fields,
+        tensors=gemma_embedding2.tensors,
+        hf_config=gemma_embedding.hf_config,
+        hf_names=gemma_embedding2.hf_name,
+        merged_tokenizer=True,
+        made=gemma4.made,
+        modules=("Transformer", "Pooling", "Normalize"),
     ),
 )
 

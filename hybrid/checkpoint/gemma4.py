@@ -187,8 +187,8 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     return layers_from_hf(config, look)
 
 
-def layers_from_hf(config: Fields, look: Look, drafter: bool = False) -> HParams:
-    """drafter: all layers read another model's cache, and none has per-layer embeddings."""
+def layers_from_hf(config: Fields, look: Look, plain: bool = False) -> HParams:
+    """plain: no layer is read as sharing an earlier one's cache, and none as having per-layer embeddings of a table."""
     c, vocab = decoder.text_config(config), look.rows(EMBEDDING)
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     experts = _experts(c, keys) if c.truth("enable_moe_block", False) else (0, 0, 0)
@@ -200,14 +200,14 @@ def layers_from_hf(config: Fields, look: Look, drafter: bool = False) -> HParams
         what = f"layer_is_global of {len(is_global)} entries must have one entry for each of the {n_layers} layers"
         raise c.error("layer_types", what)
     is_global = (*is_global[:-1], True)  # the last layer is always global, as in transformers
-    shared = 0 if drafter else c.integer("num_kv_shared_layers", 0)
+    shared = 0 if plain else c.integer("num_kv_shared_layers", 0)
     same = c.truth("attention_k_eq_v", False)
     ffn = decoder.by_layer(c, "intermediate_size", n_layers, 9216)
     if c.truth("use_double_wide_mlp", False):
         ffn = [width * (2 if i >= n_layers - shared else 1) for i, width in enumerate(ffn)]
     window = 0 if c.is_null("sliding_window") else c.integer("sliding_window", 512)
     local, global_ = _rope_from_hf(c)
-    none = drafter or c.is_null("hidden_size_per_layer_input")
+    none = plain or c.is_null("hidden_size_per_layer_input")
     inputs = 0 if none else c.integer("hidden_size_per_layer_input", 256)
     kinds = replace(local, window=window), replace(global_, k_as_v=same)
     heads = _heads_from_hf(c, is_global, same)
@@ -365,8 +365,9 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     return layers_from_gguf(metadata.under("gemma4."), look)
 
 
-def layers_from_gguf(m: Fields, look: Look, drafter: bool = False) -> HParams:
-    """m: the metadata under the architecture's name; drafter: as of layers_from_hf."""
+def layers_from_gguf(m: Fields, look: Look, plain: bool = False, share: float | None = None) -> HParams:
+    """m: the metadata under the architecture's name; plain: as of layers_from_hf; share: of the pairs that global layers
+    rotate in files without divisors (default: all, with a note)."""
     vocab = look.rows(EMBEDDING)
     keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
     experts = _experts(m, keys) if m.integer("expert_count", 0) else (0, 0, 0)
@@ -385,17 +386,17 @@ def layers_from_gguf(m: Fields, look: Look, drafter: bool = False) -> HParams:
         raise m.error(
             "attention.sliding_window_pattern", f"layer_is_global of {len(is_global)} entries, for {n_layers} layers"
         )
-    rotated, factor = (ROTATED, 1.0) if drafter and not look.has(FREQS) else _rotated(m, look, wide)
+    rotated, factor = (share, 1.0) if share and not look.has(FREQS) else _rotated(m, look, wide)
     owners = [i for i in range(n_layers) if is_global[i] and look.has(in_layer(i, "attn_k.weight"))]
     same = bool(owners) and not look.has(in_layer(owners[0], "attn_v.weight"))
-    inputs = 0 if drafter else m.integer("embedding_length_per_layer_input", 0)
+    inputs = 0 if plain else m.integer("embedding_length_per_layer_input", 0)
     kinds = (
         _Kind(window, m.number("rope.freq_base_swa", LOCAL_THETA)),
         _Kind(0, m.number("rope.freq_base", GLOBAL_THETA), rotated, factor, same),
     )
     heads = [(wide if g else narrow, q, kv) for g, q, kv in zip(is_global, n_heads, n_kv_heads, strict=True)]
     ffn = decoder.by_layer(m, "feed_forward_length", n_layers)
-    shared = 0 if drafter else m.integer("attention.shared_kv_layers", 0)
+    shared = 0 if plain else m.integer("attention.shared_kv_layers", 0)
     _one_branch(m, inputs, experts)
     return HParams(
         family="gemma4",

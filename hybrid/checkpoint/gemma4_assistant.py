@@ -82,7 +82,7 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     refused = next((key for key in _REFUSED if c.get(key)), None)
     if refused is not None:
         raise c.error(refused, f"{c.get(refused)!r} is not supported in a drafter")
-    hp = gemma4.layers_from_hf(config, look, drafter=True)
+    hp = gemma4.layers_from_hf(config, look, plain=True)
     ordered = config.truth("use_ordered_embeddings", False)
     clusters = config.integer("num_centroids", 2048) if ordered else 0
     made = _drafter(hp, look, clusters, config.integer("centroid_intermediate_top_k", USED))
@@ -116,7 +116,7 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
 def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     """Metadata of a sidecar: keys of gemma4 under the architecture's name."""
     m = metadata.under(f"{metadata.text('general.architecture')}.")
-    hp = gemma4.layers_from_gguf(m, look, drafter=True)
+    hp = gemma4.layers_from_gguf(m, look, plain=True, share=gemma4.ROTATED)
     key = next((k for k in _USED_KEYS if m.get(k) is not None), _USED_KEYS[0])
     return _drafter(hp, look, look.height(f"{CENTROIDS}.weight") or 0, m.integer(key, USED))
 

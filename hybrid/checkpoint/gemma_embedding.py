@@ -45,7 +45,7 @@ PROMPTS = {
 
 def tensors(hp: HParams) -> dict[str, Shape]:
     """GGUF names and shapes [outputs, inputs], in file order."""
-    return gemma3.tensors(hp) | dict(zip(DENSE, ((hp.dense, hp.hidden), (hp.hidden, hp.dense)), strict=True))
+    return gemma3.tensors(hp) | dict(zip(DENSE, ((hp.dense, hp.hidden), (hp.dimensions, hp.dense)), strict=True))
 
 
 def hf_name(name: str) -> str:
@@ -61,22 +61,28 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
 
 def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     """Metadata of architecture gemma-embedding, as llama.cpp's converter writes it."""
-    m = metadata.under(f"{FAMILY}.")
+    check_pooling(metadata.under(f"{FAMILY}."))
+    return _embedding(gemma3.hparams_from_gguf(metadata, look.rows(EMBEDDING), True, FAMILY), look)
+
+
+def check_pooling(m: Fields) -> None:
+    """CheckpointError for other pooling than the mean. m: the metadata under the architecture's name."""
     if m.integer("pooling_type", MEAN) != MEAN:
         raise m.error("pooling_type", f"{m.get('pooling_type')!r} is not supported; known: {MEAN} (mean)")
-    return _embedding(gemma3.hparams_from_gguf(metadata, look.rows(EMBEDDING), True, FAMILY), look)
 
 
 def gguf_fields(hp: HParams) -> Mapping[str, Any]:
     """The metadata from which `hparams_from_gguf`, and llama.cpp, read the same model."""
     whole = replace(hp, layers=tuple(replace(x, window=2 * (x.window - 1) if x.window else 0) for x in hp.layers))
     dense = {"dense_2_feat_in": hp.hidden, "dense_2_feat_out": hp.dense}
-    dense |= {"dense_3_feat_in": hp.dense, "dense_3_feat_out": hp.hidden}
+    dense |= {"dense_3_feat_in": hp.dense, "dense_3_feat_out": hp.dimensions}
     return {**gemma3.gguf_fields(whole), "pooling_type": MEAN, **dense}
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:
-    raise CheckpointError(f"an embedding model of {hp.hidden} dimensions is written as GGUF only: name a .gguf file")
+    raise CheckpointError(
+        f"an embedding model of {hp.dimensions} dimensions is written as GGUF only: name a .gguf file"
+    )
 
 
 def _embedding(hp: HParams, look: Look) -> HParams:
@@ -88,4 +94,4 @@ def _embedding(hp: HParams, look: Look) -> HParams:
             "others; convert the original again, with them (--sentence-transformers-dense-modules)"
         )
     layers = tuple(replace(x, window=x.window // 2 + 1 if x.window else 0) for x in hp.layers)
-    return replace(hp, family=FAMILY, layers=layers, dense=dense)
+    return replace(hp, family=FAMILY, layers=layers, dimensions=hp.hidden, dense=dense)

@@ -20,6 +20,7 @@ from hybrid.checkpoint.gguf_header import TensorInfo, read_header, refuse_overla
 from hybrid.checkpoint.gguf_split import check_parts, part_paths
 from hybrid.checkpoint.gguf_tokenizer import end_ids, first_repeated, gguf_tokenizer
 from hybrid.checkpoint.look import Look
+from hybrid.checkpoint.sentence import prompts_of
 from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, FILE_TYPES
 from hybrid.quant.foreign import FOREIGN
@@ -88,7 +89,7 @@ def open_gguf(path: Path) -> Checkpoint:
         name=metadata.text("general.name", path.stem),
         notes=tuple(metadata.notes),
         tool_template=metadata.optional_text("tokenizer.chat_template.tool_use"),
-        prompts=family.prompts,
+        prompts=prompts_of(metadata.under(f"{metadata.text('general.architecture')}.")) or family.prompts,
     )
 
 

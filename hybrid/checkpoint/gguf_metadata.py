@@ -9,6 +9,7 @@ from hybrid.checkpoint.base import Checkpoint, CheckpointError
 from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.files import exists
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
+from hybrid.checkpoint.sentence import PROMPT_TASKS, PROMPT_TEXTS
 from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
 from hybrid.core.dtypes import FILE_TYPES
 from hybrid.text.merges import with_scores
@@ -30,6 +31,9 @@ def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
     family = family_of(source.hparams)
     for key, value in family.gguf_fields(source.hparams).items():
         _add(writer, f"{family.architecture}.{key}", value)
+    if source.prompts:
+        writer.add_array(f"{family.architecture}.{PROMPT_TASKS}", list(source.prompts))
+        writer.add_array(f"{family.architecture}.{PROMPT_TEXTS}", list(source.prompts.values()))
     sampling = source.generation
     numbers = {
         "temp": sampling.temperature,

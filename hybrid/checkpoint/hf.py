@@ -37,8 +37,8 @@ def open_hf(path: Path) -> Checkpoint:
     config = Fields(read_json(path / "config.json", required=True), path / "config.json")
     family = family_of_hf(config)
     stored, size, lost = _tensors(path)
-    if family.prompts:
-        modules, more = read_modules(path)
+    if family.modules:
+        modules, more = read_modules(path, family.modules)
         stored, size = stored | modules, size + more
     stored, notes = unpacked(path, config, stored)
     look = Look(path, stored, family.hf_names)

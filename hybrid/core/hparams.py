@@ -141,14 +141,16 @@ class HParams:
     per_layer_dim: int = 0
     """Width of a token's per-layer embedding; 0: none."""
     per_layer_vocab: int = 0
-    """Rows of the per-layer embedding table."""
+    """Rows of the per-layer embedding table; 0: per-layer embeddings come from a projection alone."""
     backbone: int = 0
     """Hidden size of the target of a drafter that reads its cache; 0: no such drafter."""
     clusters: int = 0
     """Clusters of a clustered head, a divisor of `vocab`; 0: the head scores all tokens."""
     clusters_used: int = 0
+    dimensions: int = 0
+    """Numbers of an embedding, of a model whose results are embeddings; 0: a decoder."""
     dense: int = 0
-    """Width between the two matrices after mean pooling, of a model whose results are embeddings; 0: a decoder."""
+    """Width between the two matrices after mean pooling; 0: there is one matrix."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -160,7 +162,7 @@ class HParams:
         _require(self.softcap < 1e30, "softcap", self.softcap, "is beyond what float32 computes with")
         _require(self.hidden % 32 == 0, "hidden", self.hidden, "must be a multiple of 32")
         _require(self.softcap >= 0, "softcap", self.softcap, "must not be negative (0 = none)")
-        for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab", "backbone", "clusters", "dense"):
+        for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab", "backbone", "clusters", "dimensions", "dense"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative (0 = none)")
         _require(self.backbone % 32 == 0, "backbone", self.backbone, "must be a multiple of 32")
         if self.clusters:
@@ -178,10 +180,10 @@ class HParams:
             f"must be one of {self.n_streams} streams",
         )
         _require(
-            bool(self.per_layer_dim) == bool(self.per_layer_vocab),
+            self.per_layer_dim > 0 or not self.per_layer_vocab,
             "per_layer_vocab",
             self.per_layer_vocab,
-            f"must be positive exactly where per_layer_dim, {self.per_layer_dim}, is",
+            "must be 0 without per_layer_dim",
         )
         windows = sorted({layer.window for layer in self.layers if layer.window})
         _require(len(windows) < 2, "window", windows, "must be one number for all layers that have a window")

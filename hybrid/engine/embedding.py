@@ -41,7 +41,7 @@ def whole_texts(config: EngineConfig, checkpoint: Checkpoint, device: Device) ->
 
 
 class _Text:
-    """A text in the queue, and its vector float32 [hidden], or the error of its pass."""
+    """A text in the queue, and its vector float32 [dimensions], or the error of its pass."""
 
     __slots__ = ("error", "ids", "vector")
 
@@ -68,7 +68,7 @@ class Embedder:
         clock: LoadClock | None = None,
     ) -> None:
         hp = checkpoint.hparams
-        if not hp.dense:
+        if not hp.dimensions:
             raise ValueError(f"{checkpoint.path} writes text and makes no embeddings: load an embedding model")
         self.clock = LoadClock() if clock is None else clock
         self.checkpoint, self.device = checkpoint, device
@@ -104,11 +104,11 @@ class Embedder:
             raise ValueError(f"a text has a token id outside 0..{vocab - 1}")
 
     def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Vectors float32 [texts, hidden] of texts' ids, as the last matrix makes them: not normalised. Errors of `check`;
+        """Vectors float32 [texts, dimensions] of texts' ids, as the last matrix makes them: not normalised. Errors of `check`;
         ValueError for a vector that is not finite."""
         for ids in texts:
             self.check(ids)
-        found = np.empty((len(texts), self.target.hparams.hidden), np.float32)
+        found = np.empty((len(texts), self.target.hparams.dimensions), np.float32)
         for first in range(0, len(texts), self.cache.slots):  # not all at once: other callers come between
             part = [_Text(ids) for ids in texts[first : first + self.cache.slots]]
             self._embed(part)
@@ -192,7 +192,7 @@ class Embedder:
         return batch
 
     def _run(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Vectors float32 [texts, hidden] of one pass."""
+        """Vectors float32 [texts, dimensions] of one pass."""
         lengths = np.array([len(ids) for ids in texts])
         program = self._program(bucket_of(int(lengths.sum()), self.sizes.rows))
         for name, array in self._inputs(texts, lengths).items():

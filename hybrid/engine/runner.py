@@ -222,7 +222,7 @@ class Runner:
         refused: Callable[[Request, Exception], object] = lambda request, error: None,
         read: Runner | None = None,
     ) -> None:
-        if checkpoint.hparams.dense:
+        if checkpoint.hparams.dimensions:
             raise ValueError(
                 f"{checkpoint.path} is an embedding model, which writes no text: python -m hybrid.embed makes embeddings with "
                 "it, as hybrid.load_embedder does"

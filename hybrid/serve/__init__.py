@@ -134,7 +134,7 @@ def _main(args: argparse.Namespace) -> int:
             raise ValueError(f"the embedded model {DEMO} does not exist: name a .gguf file or a Hugging Face directory")
         args.model = DEMO
     with open_model(args) as checkpoint:  # report usage errors and unreadable files before binding the port
-        embeds = checkpoint.hparams.dense > 0 and len(given) < 2
+        embeds = checkpoint.hparams.dimensions > 0 and len(given) < 2
 
     with usage():
         check_drafts(args)
@@ -157,7 +157,7 @@ def _main(args: argparse.Namespace) -> int:
 
         checkpoint = opened()
         how: dict[str, Any] = {"device": args.device, "progress": sys.stderr.isatty(), "warm": not args.no_warm_up}
-        if checkpoint.hparams.dense:
+        if checkpoint.hparams.dimensions:
             slots = {} if args.slots == SLOTS else {"slots": args.slots}
             embedder: Any = hybrid.load_embedder(
                 checkpoint, **{name: options[name] for name in EMBEDDING}, **slots, **how
@@ -236,7 +236,7 @@ def _several(
     for path in paths:
         opening = partial(open_checkpoint, path)
         with opening() as c:
-            source = Source(partial(load, opening), f"{c.path.parent}/", opening, c.hparams.dense > 0)
+            source = Source(partial(load, opening), f"{c.path.parent}/", opening, c.hparams.dimensions > 0)
             found.append((c.name, c.path, source))
     names = Counter(name for name, _, _ in found)
     sources: dict[str, Source] = {}

@@ -94,7 +94,7 @@ class Models:
     def embeds(self, backend: Backend) -> bool:
         """Whether a model makes embeddings. ApiError 503 for the only model where it is not ready."""
         if self._several is None:
-            return backend.model.hparams.dense > 0
+            return backend.model.hparams.dimensions > 0
         return self._several.sources[backend.name].embeds
 
     def described(self, backend: Backend, describe: Callable[[Checkpoint], T]) -> T:

@@ -98,13 +98,13 @@ def router(service: Service) -> APIRouter:
 
     def shown(c: Checkpoint) -> dict[str, Any]:
         h = c.hparams
-        thinks = not h.dense and thinking.channel_of(c.tokenizer, ()) is not None
-        able = ["embedding"] if h.dense else ["completion", "tools", *(["thinking"] if thinks else [])]
+        thinks = not h.dimensions and thinking.channel_of(c.tokenizer, ()) is not None
+        able = ["embedding"] if h.dimensions else ["completion", "tools", *(["thinking"] if thinks else [])]
         sizes = {"context_length": h.context_length, "embedding_length": h.hidden, "block_count": len(h.layers)}
         return {
             "modelfile": "",
             "parameters": "",
-            "template": "" if h.dense else service.template(c) or "",
+            "template": "" if h.dimensions else service.template(c) or "",
             "details": details(c),
             "model_info": {
                 "general.architecture": h.family,

@@ -70,6 +70,7 @@ class Shape(Model):
     laurel_rank: int = 0
     per_layer_dim: int = 0
     per_layer_vocab: int = 0
+    dimensions: int = 0
     dense: int = 0
     n_experts: int = 0
     experts_used: int = 0
@@ -100,6 +101,7 @@ class Shape(Model):
             "backbone",
             "clusters",
             "clusters_used",
+            "dimensions",
             "dense",
         }
         return HParams(

@@ -88,6 +88,11 @@ class Givens:
         having = {hp.family for hp in self.models.values() if any(s.op == op for s in find_schedule(hp.family).steps)}
         return [name for name, hp in self.models.items() if hp.family in having]
 
+    def has(self, model: str, op: str, name: str) -> bool:
+        """Whether the model's schedule has the operation in the pass `name`."""
+        steps = find_schedule(self.models[model].family).steps
+        return name not in USUAL or any(s.op == op and s.phase in (None, name) for s in steps)
+
 
 def _numbers(hp: HParams) -> dict[str, int | float]:
     """Numbers of the model, and of layers: NAME of the first, global_NAME of the first with full attention, last_NAME
@@ -119,8 +124,8 @@ def derive(spec: OpSpec) -> Iterator[Workload]:
                 for one in entry.passes(known.source.passes):
                     numbers = known.numbers(model, one)
                     bind = entry.bind(spec.axes, numbers)
-                    if group.models is None and 0 in bind.values():
-                        continue  # no such step in a model of this size
+                    if group.models is None and (0 in bind.values() or not known.has(model, spec.name, one)):
+                        continue  # no such step in a model of this size, or in the pass
                     count += 1
                     if count > MOST:
                         raise FieldError(

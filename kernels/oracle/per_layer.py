@@ -1,5 +1,5 @@
-"""Per-layer inputs (Gemma 3n, Gemma 4): a vector for each layer that depends on the token and its embedding alone, and
-the gated branch of a layer that takes it."""
+"""Per-layer inputs (Gemma 3n, Gemma 4, EmbeddingGemma 2): a vector for each layer that depends on the token and its
+embedding alone, and the gated branch of a layer that takes it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,16 @@ def per_layer_embed(
     of each layer, w_norm [P]. An id outside the table takes row 0."""
     known = np.where((tokens >= 0) & (tokens < w.shape[0]), tokens, 0)
     row = dequantise(take(w, known), real) * real(scale)
-    each = context.astype(real, copy=False).reshape(len(tokens), -1, len(w_norm)) * real(context_scale)
-    normed = (rms(each, eps) * w_norm.astype(real, copy=False)).reshape(row.shape)
+    (normed,) = per_layer_norm(context=context, w_norm=w_norm, context_scale=context_scale, eps=eps, real=real)
     return ((row + normed) * real(np.sqrt(0.5)),)
+
+
+def per_layer_norm(
+    *, context: np.ndarray, w_norm: np.ndarray, context_scale: float, eps: float, real: Real = np.float64
+) -> tuple[np.ndarray]:
+    """ple[T,E] = rms(context * context_scale) * w_norm; the norm is over the P columns of each layer, w_norm [P]."""
+    each = context.astype(real, copy=False).reshape(len(context), -1, len(w_norm)) * real(context_scale)
+    return ((rms(each, eps) * w_norm.astype(real, copy=False)).reshape(context.shape),)
 
 
 def per_layer_input(

@@ -321,7 +321,7 @@ def _measured(t: Target, device: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- advice
 def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
     """For each model, largest first, the fewest sequences that reach `want` and fit in `memory`."""
-    sizes = {n: m.model.parameters for n, m in load_models().items() if not (m.shape.dense or m.shape.backbone)}
+    sizes = {n: m.model.parameters for n, m in load_models().items() if not (m.shape.dimensions or m.shape.backbone)}
     for name in sorted(sizes, key=lambda n: -sizes[n]):
         if (
             memory_of(name, TYPES[-1], 1, context, sheet) > memory

@@ -48,7 +48,7 @@ class Size:
 
 def names(pattern: str) -> tuple[str, ...]:
     """Published models that write text and whose name fits, as in a shell; smallest first. SpecError where none does."""
-    known = {name: m for name, m in load_models().items() if not (m.shape.dense or m.shape.backbone)}
+    known = {name: m for name, m in load_models().items() if not (m.shape.dimensions or m.shape.backbone)}
     found = sorted((n for n in known if fnmatch(n, pattern)), key=lambda n: known[n].model.parameters)
     if not found:
         raise SpecError(f"--models: no model is called {pattern!r}; specs/models has {', '.join(known)}")
