@@ -24,6 +24,7 @@ from hybrid.serve.responses_wire import ResponsesRequest
 from hybrid.serve.tools import Format, Offer, parameters
 from hybrid.serve.tools_json import JSON
 from hybrid.serve.tools_marked import FUNCTION_GEMMA, GEMMA4, marked
+from hybrid.serve.tools_written import written
 from hybrid.serve.wire import Message, Tool
 from hybrid.text.tokenizer import USER_DEFINED, StreamDecoder, Tokenizer
 
@@ -60,9 +61,9 @@ FAMILIES = {"gemma4": GEMMA4, "functiongemma": FUNCTION_GEMMA}
 
 @cache
 def family(name: str) -> tuple[Tokenizer, Grammars, Format]:
-    """The embedded tokenizer, but for `json` with the marks of tool calls."""
-    tokenizer = open_checkpoint(DEMO).tokenizer if name == "json" else with_marks(name, USER_DEFINED)
-    kind = JSON if name == "json" else marked(tokenizer, TEMPLATES[name])
+    """The embedded tokenizer, of FAMILIES with the marks of tool calls."""
+    tokenizer = with_marks(name, USER_DEFINED) if name in FAMILIES else open_checkpoint(DEMO).tokenizer
+    kind = JSON if name == "json" else (marked if name in FAMILIES else written)(tokenizer, TEMPLATES[name])
     assert kind is not None
     return tokenizer, Grammars(tokenizer, tokenizer.n_rows), kind
 
@@ -90,7 +91,7 @@ def read(
     return "".join(d.get("content", "") for d in deltas), reader.calls, joined
 
 
-@pytest.mark.parametrize("name", ["json", *FAMILIES])
+@pytest.mark.parametrize("name", ["json", "gemma3_tools", *FAMILIES])
 @pytest.mark.parametrize(
     ("offered", "least", "most"),
     [
@@ -102,7 +103,8 @@ def read(
 )
 def test_calls_that_the_grammar_allows_are_parsed(name: str, offered: Offer, least: int, most: int) -> None:
     tokenizer, grammars, kind = family(name)
-    begin = tokenizer.encode("[", bos=False) if name == "json" else [tokenizer.token_id(FAMILIES[name].open)]
+    begun = {"json": "[", "gemma3_tools": 'As follows: <tool_call>\n{"name": "' if least == 0 else ""}
+    begin = tokenizer.encode(begun[name], bos=False) if name in begun else [tokenizer.token_id(FAMILIES[name].open)]
     ended = 0
     for seed in range(14):
         constraint = grammars.constraint(kind.larks(offered, (None, False)), "tools")

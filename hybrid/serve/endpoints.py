@@ -82,7 +82,7 @@ def router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         model = await service.use(request, body.model)
         if body.messages is not None:
-            messages, _ = service.tool_format(model).turns(body.messages, None)
+            messages, _ = (await service.tool_format(request, model)).turns(body.messages, None)
             text, guard = await service.written(request, model, messages, **thinking.template(body))
             ids = await service.tokenize(request, model, text, True, guard)
         else:
@@ -140,7 +140,7 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     model = await service.writer(request, body.model)
     n = body.n or 1
     service.count(n)
-    kind = service.tool_format(model)
+    kind = await service.tool_format(request, model)
     schema = schema_of(body.response_format, places[1])
     tools.check_schemas(body.tools, places[0])
     offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)

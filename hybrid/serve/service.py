@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from starlette.requests import Request
@@ -29,7 +30,9 @@ from hybrid.serve.settings import Settings
 from hybrid.serve.tools import Format
 from hybrid.serve.tools_json import JSON
 from hybrid.serve.tools_marked import marked
+from hybrid.serve.tools_written import written
 from hybrid.text import chat
+from hybrid.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
@@ -57,6 +60,7 @@ class Service:
         self._scores = FairPool("scores")
         self._embeddings = FairPool("embeddings", 32)
         self._compiled: dict[Model, Grammars] = {}
+        self._formats = WeakKeyDictionary[Tokenizer, dict[str, Format]]()
         self._fingerprints: dict[Model, str] = {}
 
     def close(self) -> None:
@@ -197,10 +201,17 @@ class Service:
         except chat.ChatError:
             return None
 
-    def tool_format(self, model: Model) -> Format:
-        """The tool-call format of the model's family: marked if vocabulary and template have the marks."""
+    async def tool_format(self, request: Request, model: Model) -> Format:
+        """The tool-call format of the model's template, else JSON."""
         c = model.checkpoint
-        return marked(c.tokenizer, c.tool_template or c.chat_template or "") or JSON
+        template = c.tool_template or c.chat_template or ""
+        known = self._formats.setdefault(c.tokenizer, {})
+        if template not in known:
+            found = marked(c.tokenizer, template) or await self._templates.call(
+                self._client(request), written, c.tokenizer, template
+            )
+            known[template] = found or JSON
+        return known[template]
 
     async def constraints(
         self, request: Request, model: Model, grammars: Sequence[str], param: str, n: int

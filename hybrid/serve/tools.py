@@ -1,8 +1,8 @@
 """Tool calls: prompt, grammar and parser.
 
-Each model family has a format. `tools_json` describes tools in the system prompt (Gemma 3, 3n); `tools_marked` is for
-templates with tools (Gemma 4). In both the grammar allows a call only in the form that the reader parses. A strict
-tool's schema is enforced in full, other schemas as far as grammars support them.
+`tools_marked` is the format of Gemma 4's and FunctionGemma's templates, `tools_written` that of other templates with
+tools, `tools_json` that of models whose template has none (Gemma 3, 3n). The grammar allows a call only in the form that
+the reader parses. A strict tool's schema is enforced in full, other schemas as far as grammars support them.
 """
 
 from __future__ import annotations
