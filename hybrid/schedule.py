@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=".gguf file, Hugging Face directory, or OWNER/NAME[:FILE.gguf] on Hugging Face",
     )
-    p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
+    p.add_argument(
+        "--phase", choices=("decode", "prefill"), help="which plan to show (decode; of an embedding model prefill)"
+    )
     p.add_argument(
         "--rows", type=positive, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)"
     )
@@ -52,14 +54,15 @@ def _main(args: argparse.Namespace) -> int:
     from hybrid.planning.segments import segments
     from hybrid.spec.schedule import SCHEDULES, extended, load_schedule
 
-    if args.phase == "decode" and args.rows > MAX_SLOTS:
-        raise UsageError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
     if args.device != "cpu" and not re.fullmatch(r"vulkan(:\d+)?", args.device):
         raise ValueError(f"--device {args.device}: use cpu, vulkan or vulkan:NUMBER")
     path = args.file
     if not path.exists() and (SCHEDULES / f"{path}.toml").is_file():
         path = SCHEDULES / f"{path}.toml"
     schedule = load_schedule(path)
+    args.phase = args.phase or ("decode" if any(s.phase != "prefill" for s in schedule.steps) else "prefill")
+    if args.phase == "decode" and args.rows > MAX_SLOTS:
+        raise UsageError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
     with open_checkpoint(args.model) as checkpoint:
         target = _target(checkpoint, schedule, args)
         outs = args.rows if args.phase == "decode" else 1

@@ -30,6 +30,7 @@ from hybrid.engine.embedding import Embedder
 from hybrid.generate import main as generate
 from hybrid.prove import texts_of
 from hybrid.proving import Text
+from hybrid.schedule import main as schedule
 from hybrid.spec.model import find_model
 
 GOLDEN = json.loads(embeddings.FILE.read_text())
@@ -185,6 +186,11 @@ def test_the_command(folder: Path, model: EmbeddingModel, tmp_path: Path, capsys
         (["in", "--json", "--output", str(tmp_path / "w.npy")], "--json or --output"),
     ):
         assert embed([*asked, *wrong]) == 2 and text in capsys.readouterr().err
+
+
+def test_the_shown_plan_is_that_of_a_pass_of_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule(["show", "gemma-embedding", str(folder), "--rows", "200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"]
 
 
 def test_the_bench_measures_passes_of_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
