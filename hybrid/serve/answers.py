@@ -1,4 +1,4 @@
-"""Separate an answer's thoughts, tool calls and text (forms.Reader)."""
+"""Separate an answer's thoughts, tool calls and text."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Parser(Protocol):
 
 
 class Answer:
-    """The reader of an answer. channel: None for a vocabulary without thoughts; parser: None if no tools may be
-    called."""
+    """Streaming reader of an answer. channel: where the pushed tokens are, None for a vocabulary without thoughts; parser:
+    None if no tools may be called."""
 
     def __init__(self, tokenizer: Tokenizer, channel: Channel | None, parser: Parser | None) -> None:
         self.channel, self._parser = channel, parser
@@ -40,9 +40,11 @@ class Answer:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
+        """Tool calls so far."""
         return self._parser.calls if self._parser is not None else []
 
     def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The deltas of an event: {"content": text}, {"reasoning_content": text} or {"tool_calls": [call]}."""
         if self.channel is not None:
             for token in ids:
                 self.channel.take(token)
@@ -59,6 +61,7 @@ class Answer:
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
+        """Deltas of the buffered rest."""
         return self._parser.end() if self._parser is not None else []
 
     def _thought(self, text: str) -> list[dict[str, Any]]:

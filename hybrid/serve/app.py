@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hybrid import __version__
-from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages
+from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages, responses
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
 from hybrid.serve.http import Json
@@ -53,7 +53,7 @@ def make_app(load: Load, settings: Settings, end: Callable[[int, str], None]) ->
     )
     app.state.backend = models.first
     app.state.service = service
-    for api in (endpoints, messages, ollama, embeddings):
+    for api in (endpoints, responses, messages, ollama, embeddings):
         app.include_router(api.router(service))
     app.include_router(pages.router())
     _add_state(app, models, metrics)

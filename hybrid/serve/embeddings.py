@@ -13,10 +13,8 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from hybrid.core.errors import DeviceLost
 from hybrid.serve.adapter import Open
-from hybrid.serve.errors import ApiError, bad_request
-from hybrid.serve.guard import USE
+from hybrid.serve.errors import bad_request
 from hybrid.serve.http import Json, JsonRoute
 from hybrid.serve.service import Service, note
 from hybrid.serve.wire import FirstError, Text, Wire, kind_of
@@ -113,13 +111,7 @@ def router(service: Service) -> APIRouter:
             ids = [model.encode(text, task, cut) if isinstance(text, str) else text for text, task in texts]
             return model.embed(ids, None, dimensions), sum(map(len, ids))
 
-        try:
-            found: tuple[np.ndarray, int] = await service.unless_gone(request, service.embedded(request, work))
-        except ApiError as error:
-            if error.code == "device_lost":
-                request.scope[USE].backend.lost(model, DeviceLost(error.message))
-            raise
-        return found
+        return await service.unless_gone(request, service.embedded(request, model, work))
 
     def named(model: EmbeddingModel) -> str:
         return service.settings.name or model.checkpoint.name

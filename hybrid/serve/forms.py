@@ -6,17 +6,18 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid.engine.request import Completion, Event, Timings, Usage
 from hybrid.engine.stats import TokenLogprob
+from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError
 from hybrid.serve.http import EVENTS, packed
 from hybrid.serve.running import Item
-from hybrid.text.marks import Channel
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 FINISH = {
@@ -34,46 +35,37 @@ TEXTS = ("content", "reasoning_content")
 """Deltas that hold text."""
 
 
-class Form(Protocol):
-    """Format of an endpoint's answer. media: type of a stream; waiting: a chunk that keeps an idle stream open."""
+class Form(ABC):
+    """An answer in an endpoint's format, streamed in chunks or whole."""
 
-    @property
-    def media(self) -> str: ...
+    media = EVENTS
+    """Type of a stream."""
+    api = ""
+    """Beginning of the API's addresses, if its errors have a form of their own."""
 
-    @property
-    def waiting(self) -> bytes: ...
+    def waiting(self) -> bytes:
+        """A chunk that keeps an idle stream open."""
+        return b": waiting\n\n"
 
     def open(self) -> bytes:
         """The first chunks of a stream."""
+        return b""
 
+    @abstractmethod
     def push(self, item: Item) -> bytes:
         """A choice's new events as chunks; empty if there is nothing to send yet."""
 
+    @abstractmethod
     def close(self) -> bytes:
         """The last chunks, after every choice has ended."""
 
     def fail(self, error: ApiError) -> bytes:
         """The final chunks of a failed stream."""
+        return error.ending(self.api)
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-
-
-class Reader(Protocol):
-    """Streaming parser that separates thoughts and tool calls from text."""
-
-    channel: Channel | None
-    """Where the pushed tokens are; None for a vocabulary without thoughts."""
-
-    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The deltas of an event: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
-
-    def end(self) -> list[dict[str, Any]]:
-        """Deltas of the buffered rest."""
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """Tool calls so far."""
 
 
 def finite(logprob: float) -> float:
@@ -110,12 +102,10 @@ class Tokens:
         return {**self.entry(t.id, t.logprob), "top_logprobs": [self.entry(i, p) for i, p in t.top[:top]]}
 
 
-def usage(
-    done: Sequence[Completion | None], prompts: Sequence[int], readers: Sequence[Reader | None] = ()
-) -> dict[str, Any]:
+def usage(done: Sequence[Completion | None], prompts: Sequence[int], readers: Sequence[Answer] = ()) -> dict[str, Any]:
     """The usage object. done: completion of each choice. prompts: index of each prompt's first choice, since a prompt
     counts once. readers: of the choices."""
-    thoughts = sum(r.channel.tokens for r in readers if r is not None and r.channel is not None)
+    thoughts = sum(r.channel.tokens for r in readers if r.channel is not None)
     ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
@@ -136,6 +126,10 @@ def event(value: Any) -> bytes:
     return b"data: " + packed(value) + b"\n\n"
 
 
+def named_event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\n" + event({"type": kind, **fields})
+
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -153,26 +147,20 @@ class Head:
     usage: bool = False
     every_usage: bool = False
 
-    def logprobs(self, events: Sequence[Event], reader: Reader | None) -> list[TokenLogprob]:
+    def logprobs(self, events: Sequence[Event], reader: Answer) -> list[dict[str, Any]]:
         """Logprobs of the events' tokens that are part of a message. Before the reader gets the events."""
         if self.top is None:
             return []
-        channel = copy(reader.channel) if reader is not None else None
+        channel = copy(reader.channel)
         found = [p for e in events for p in e.logprobs or () if channel is None or not channel.take(p.id)]
-        return [p for p in found if p.id not in self.ends]
+        return [self.tokens.chat(p, self.top) for p in found if p.id not in self.ends]
 
 
-class Events:
-    """Base of forms that are streamed as server-sent events."""
-
-    media, waiting = EVENTS, b": waiting\n\n"
-
-
-class _Choices(Events):
+class _Choices(Form):
     """Base of chat and completions: the head of every object, finished choices, the usage chunk."""
 
     prefix, chunk_object, whole_object = "", "", ""
-    _readers: Sequence[Reader | None] = ()
+    _readers: Sequence[Answer] = ()
 
     def __init__(self, head: Head, count: int, prompts: Sequence[int]) -> None:
         self.head = head
@@ -201,9 +189,6 @@ class _Choices(Events):
             out = event({**self._same, "object": self.chunk_object, "choices": [], "usage": self._usage()})
         return out + DONE
 
-    def fail(self, error: ApiError) -> bytes:
-        return error.ending()
-
     def whole(self) -> dict[str, Any]:
         choices = [self._whole(i) for i in range(len(self.done))]
         return {**self._same, "object": self.whole_object, "choices": choices, "usage": self._usage()}
@@ -211,15 +196,13 @@ class _Choices(Events):
     def _usage(self) -> dict[str, Any]:
         return usage(self.done, self._prompts, self._readers)
 
+    @abstractmethod
     def _whole(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of the whole answer."""
 
 
-def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
-    """The deltas of a choice's events, with adjacent text joined. reader: if it may think or call tools."""
-    if reader is None:
-        text = "".join(e.text for e in item.events)
-        return [{"content": text}] if text else []
+def read(reader: Answer, item: Item) -> list[dict[str, Any]]:
+    """The deltas of a choice's events, with adjacent text joined."""
     deltas: list[dict[str, Any]] = []
     for e in item.events:
         deltas += reader.push(e.text, e.ids)
@@ -236,11 +219,11 @@ def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
 
 
 class ChatForm(_Choices):
-    """chat.completion and chat.completion.chunk. readers: one for each choice; None if it can only be text."""
+    """chat.completion and chat.completion.chunk. readers: one for each choice."""
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, head: Head, readers: Sequence[Reader | None]) -> None:
+    def __init__(self, head: Head, readers: Sequence[Answer]) -> None:
         super().__init__(head, len(readers), [0])
         self._readers = readers
         self._texts: list[dict[str, list[str]]] = [{key: [] for key in TEXTS} for _ in readers]
@@ -253,8 +236,7 @@ class ChatForm(_Choices):
     def push(self, item: Item) -> bytes:
         i = item.choice
         self._generated += sum(len(e.ids) for e in item.events)
-        said = self.head.logprobs(item.events, self._readers[i])
-        fresh = [self.head.tokens.chat(p, self.head.top or 0) for p in said]
+        fresh = self.head.logprobs(item.events, self._readers[i])
         deltas = read(self._readers[i], item)
         if (kept := self._logprobs[i]) is not None:
             kept += fresh
@@ -276,13 +258,12 @@ class ChatForm(_Choices):
         return self._chunk({"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish})
 
     def _finish(self, index: int) -> str:
-        done, reader = self.done[index], self._readers[index]
+        done = self.done[index]
         word = FINISH[done.finish] if done is not None else "stop"
-        return "tool_calls" if word == "stop" and reader is not None and reader.calls else word
+        return "tool_calls" if word == "stop" and self._readers[index].calls else word
 
     def _whole(self, index: int) -> dict[str, Any]:
-        reader, kept = self._readers[index], self._logprobs[index]
-        calls = reader.calls if reader is not None else []
+        calls, kept = self._readers[index].calls, self._logprobs[index]
         text, thought = ("".join(self._texts[index][key]) for key in TEXTS)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if thought:
@@ -291,6 +272,54 @@ class ChatForm(_Choices):
             message["tool_calls"] = calls
         shown = None if kept is None else {"content": kept, "refusal": None}
         return {"index": index, "message": message, "logprobs": shown, "finish_reason": self._finish(index)}
+
+
+class PartsForm(Form):
+    """Base of answers of one choice that list its parts in order: thoughts, texts and calls of tools."""
+
+    def __init__(self, head: Head, reader: Answer) -> None:
+        self.head, self.reader = head, reader
+        self.parts: list[dict[str, Any]] = []
+        self.done: Completion | None = None
+        self._kind = ""  # of the open part: as of deltas; empty if there is none
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def push(self, item: Item) -> bytes:
+        fresh, out = self.head.logprobs(item.events, self.reader), b""
+        for delta in read(self.reader, item):
+            ((kind, piece),) = delta.items()
+            call = piece[0] if kind == "tool_calls" else {}
+            if kind != self._kind or "id" in call:
+                out += self.end() + self._begin(kind, call)
+                self._kind, self._pieces, self._logprobs = kind, [], []
+            piece = call["function"]["arguments"] if call else piece
+            said, fresh = (fresh, []) if kind == "content" else ([], fresh)
+            self._pieces.append(piece)
+            self._logprobs += said
+            out += self._more(piece, said) if piece else b""
+        self._logprobs += fresh  # of tokens without text yet
+        if item.done is not None:
+            self.done = item.done
+            out += self.end()
+        return out
+
+    def end(self) -> bytes:
+        """Complete the open part, if any."""
+        ended, self._kind = bool(self._kind), ""
+        return self._end("".join(self._pieces), self._logprobs) if ended else b""
+
+    @abstractmethod
+    def _begin(self, kind: str, call: dict[str, Any]) -> bytes:
+        """Append a part. kind: as of deltas; call: of a tool, else empty."""
+
+    @abstractmethod
+    def _more(self, piece: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """More of the last part."""
+
+    @abstractmethod
+    def _end(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """Complete the last part. text: all its pieces."""
 
 
 @dataclass(frozen=True, slots=True)

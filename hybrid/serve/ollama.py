@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's API."""
+"""Ollama's API: an answer is an object, or a stream of objects, one a line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hybrid.serve import thinking
+from hybrid.serve.adapter import arguments
+from hybrid.serve.answers import Answer
 from hybrid.serve.backend import Backend
-from hybrid.serve.endpoints import asked_chat, asked_completion, named
-from hybrid.serve.http import Json, JsonRoute
-from hybrid.serve.ollama_form import OllamaForm, answered, stamp
+from hybrid.serve.errors import OLLAMA
+from hybrid.serve.forms import FINISH, Form, Head, read
+from hybrid.serve.generating import asked_chat, asked_completion
+from hybrid.serve.http import LINES, Json, JsonRoute, packed
 from hybrid.serve.ollama_wire import GENERATE, NAMES, OllamaChat, OllamaGenerate, ShowRequest
+from hybrid.serve.running import Item
 from hybrid.serve.service import LATEST, Service, note
 
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
+    from hybrid.engine.request import Completion
 
 VERSION = "0.12.0"
 """The version of Ollama's API: clients refuse servers of older ones."""
@@ -29,52 +34,42 @@ NEVER = "2999-12-31T23:59:59Z"
 
 def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
-    known: dict[str, dict[str, Any]] = {}  # of several models
+    known: dict[str, dict[str, Any]] = {}  # by the backend's name
 
     async def described(request: Request, backend: Backend) -> dict[str, Any]:
         """The model as lists name it."""
-        found = known.get(backend.name)
-        if found is None:
-            found = await service.described(request, backend, listed)
-            if backend.name:
-                known[backend.name] = found
+        if backend.name not in known:
+            known[backend.name] = await service.aside(request, service.models.described, backend, listed)
+        found = known[backend.name]
         name = (backend.name or service.name(backend.model)).removesuffix(LATEST) + LATEST
         digest = hashlib.sha256(repr((name, sorted(found.items()))).encode()).hexdigest()
         return {**found, "name": name, "model": name, "digest": digest}
 
-    async def loaded(request: Request, body: OllamaChat | OllamaGenerate, chat: bool) -> Response:
-        """The answer to a request without a prompt, which asks for the model to be loaded."""
-        model = await service.writer(request, body.model or None)
-        return Json({**answered(body.model or service.name(model), chat), "done": True, "done_reason": "load"})
-
     @r.post("/api/chat", summary="Ollama: an answer to a conversation")
     async def chat(body: OllamaChat, request: Request) -> Response:
-        if not body.messages:
-            return await loaded(request, body, True)
         model = await service.writer(request, body.model or None)
-        a = await named(service, request, NAMES, asked_chat(service, body.chat(), request, NAMES.schemas))
-        form = OllamaForm(a.head, body.model or a.head.model, True, a.readers[0])
-        notes = note([*body.notes(model.engine.cache.ctx), *a.notes])
+        if not body.messages:
+            return loaded(body.model or service.name(model), chat=True)
+        a = await asked_chat(service, request, body.chat(), NAMES)
+        form = OllamaForm(a.head, a.readers[0], body.model or a.head.model, chat=True)
+        notes = [*body.notes(model.engine.cache.ctx), *a.notes]
         return await service.answer(request, a.jobs, form, body.stream is not False, notes)
 
     @r.post("/api/generate", summary="Ollama: an answer to a prompt, or its continuation with raw")
     async def generate(body: OllamaGenerate, request: Request) -> Response:
         body.check()
-        if not body.prompt:
-            return await loaded(request, body, False)
         model = await service.writer(request, body.model or None)
+        if not body.prompt:
+            return loaded(body.model or service.name(model), chat=False)
         context = model.engine.cache.ctx
-        notes = body.notes(context)
         if body.raw:
             completion = body.completion(min(context, service.settings.max_tokens or context))
-            jobs, form = await named(service, request, GENERATE, asked_completion(service, completion, request))
-            head, reader = form.head, None
+            a = await asked_completion(service, request, completion, GENERATE)
         else:
-            a = await named(service, request, GENERATE, asked_chat(service, body.chat(), request, GENERATE.schemas))
-            jobs, head, reader = a.jobs, a.head, a.readers[0]
-            notes += a.notes
-        made = OllamaForm(head, body.model or head.model, False, reader)
-        return await service.answer(request, jobs, made, body.stream is not False, note(notes))
+            a = await asked_chat(service, request, body.chat(), GENERATE)
+        form = OllamaForm(a.head, a.readers[0], body.model or a.head.model, chat=False)
+        notes = [*body.notes(context), *a.notes]
+        return await service.answer(request, a.jobs, form, body.stream is not False, notes)
 
     @r.get("/api/tags", summary="Ollama: the models that are served")
     async def tags(request: Request) -> Response:
@@ -94,7 +89,8 @@ def router(service: Service) -> APIRouter:
     @r.post("/api/show", summary="Ollama: a model's template, sizes and abilities")
     async def show(body: ShowRequest, request: Request) -> Response:
         backend = service.find(body.model or body.name or None)
-        return Json(await service.described(request, backend, shown), headers=note(body.ignored()))
+        answer = await service.aside(request, service.models.described, backend, shown)
+        return Json(answer, headers=note(body.ignored()))
 
     def shown(c: Checkpoint) -> dict[str, Any]:
         h = c.hparams
@@ -108,7 +104,7 @@ def router(service: Service) -> APIRouter:
             "details": details(c),
             "model_info": {
                 "general.architecture": h.family,
-                "general.parameter_count": parameters(c),
+                "general.parameter_count": elements(c).total(),
                 **{f"{h.family}.{name}": value for name, value in sizes.items()},
             },
             "capabilities": able,
@@ -130,16 +126,17 @@ def modified(c: Checkpoint) -> str:
     return stamp(datetime.fromtimestamp(c.path.stat().st_mtime, timezone.utc))
 
 
-def parameters(c: Checkpoint) -> int:
-    return sum(math.prod(c.shape(name)) for name in c.names)
+def elements(c: Checkpoint) -> Counter[str]:
+    """Number of parameters of each type."""
+    found: Counter[str] = Counter()
+    for name in c.names:
+        found[c.dtype(name)] += math.prod(c.shape(name))
+    return found
 
 
 def details(c: Checkpoint) -> dict[str, Any]:
-    family = c.hparams.family
-    elements: Counter[str] = Counter()
-    for name in c.names:
-        elements[c.dtype(name)] += math.prod(c.shape(name))
-    count = elements.total()
+    family, types = c.hparams.family, elements(c)
+    count = types.total()
     shown = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     return {
         "parent_model": "",
@@ -147,5 +144,102 @@ def details(c: Checkpoint) -> dict[str, Any]:
         "family": family,
         "families": [family],
         "parameter_size": shown,
-        "quantization_level": elements.most_common(1)[0][0].upper(),
+        "quantization_level": types.most_common(1)[0][0].upper(),
     }
+
+
+def stamp(time: datetime) -> str:
+    """A time of UTC as Ollama writes it."""
+    return time.replace(tzinfo=None).isoformat() + "Z"
+
+
+def answered(model: str, chat: bool, text: str = "", **parts: Any) -> dict[str, Any]:
+    """An object of an answer. parts: thinking and tool_calls, left out if empty."""
+    found = {k: v for k, v in parts.items() if v}
+    if chat:
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text, **found}}
+    else:
+        said = {"response": text, **found}
+    return {"model": model, "created_at": stamp(datetime.now(timezone.utc)), **said, "done": False}
+
+
+def loaded(model: str, chat: bool) -> Response:
+    """The answer to a request without a prompt, which asks for the model to be loaded."""
+    return Json({**answered(model, chat), "done": True, "done_reason": "load"})
+
+
+class OllamaForm(Form):
+    """model: as the request names it. chat: whether of /api/chat."""
+
+    media, api = LINES, OLLAMA
+
+    def __init__(self, head: Head, reader: Answer, model: str, chat: bool) -> None:
+        self._head, self._reader, self._model, self._chat = head, reader, model, chat
+        self._text: list[str] = []
+        self._thinking: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._told = 0  # calls that were sent
+        self._done: Completion | None = None
+
+    def waiting(self) -> bytes:
+        return self._line(answered(self._model, self._chat))
+
+    def push(self, item: Item) -> bytes:
+        self._done = item.done
+        fresh = self._head.logprobs(item.events, self._reader)
+        text = thinking = ""
+        for delta in read(self._reader, item):
+            text += delta.get("content", "")
+            thinking += delta.get("reasoning_content", "")
+        calls = self._calls()
+        self._text.append(text)
+        self._thinking.append(thinking)
+        self._logprobs += fresh
+        if not (text or thinking or calls or fresh):
+            return b""
+        line = answered(self._model, self._chat, text, thinking=thinking, tool_calls=calls)
+        return self._line({**line, "logprobs": fresh} if fresh else line)
+
+    def close(self) -> bytes:
+        return self._line({**answered(self._model, self._chat), **self._end()})
+
+    def whole(self) -> dict[str, Any]:
+        self._told = 0
+        parts = {"thinking": "".join(self._thinking), "tool_calls": self._calls()}
+        shown = {"logprobs": self._logprobs} if self._logprobs else {}
+        return {**answered(self._model, self._chat, "".join(self._text), **parts), **shown, **self._end()}
+
+    def _line(self, value: dict[str, Any]) -> bytes:
+        return packed(value) + b"\n"
+
+    def _calls(self) -> list[dict[str, Any]]:
+        """Calls that are complete and were not sent: the last one is at the end. One that was cut off is left out."""
+        made = self._reader.calls
+        ready = made[: len(made) if self._done is not None else max(0, len(made) - 1)]
+        told, self._told = self._told, len(ready)
+        return [
+            {"id": c["id"], "function": {"index": n, "name": c["function"]["name"], "arguments": found}}
+            for n, c in enumerate(ready)
+            if n >= told and (found := arguments(c["function"]["arguments"])) is not None
+        ]
+
+    def _end(self) -> dict[str, Any]:
+        """The last object's own fields; durations in nanoseconds."""
+        if self._done is None:
+            return {"done": True, "done_reason": "stop"}
+        used, took = self._done.usage, self._done.timings
+        queued = took.queued or 0.0
+        first = took.first_token if took.first_token is not None else took.total
+        spans = {
+            "total_duration": took.total,
+            "load_duration": queued,
+            "prompt_eval_duration": first - queued,
+            "eval_duration": took.total - first,
+        }
+        return {
+            "done": True,
+            "done_reason": FINISH[self._done.finish],
+            **{name: round(seconds * 1e9) for name, seconds in spans.items()},
+            "prompt_eval_count": used.prompt_tokens,
+            "eval_count": used.completion_tokens,
+        }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,13 +17,12 @@ from hybrid.core.errors import DeviceLost
 from hybrid.engine.stats import TokenLogprob
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, internal, printable
-from hybrid.serve.forms import Form, Tokens
+from hybrid.serve.forms import Form
 from hybrid.serve.grammars import GrammarConstraint, Grammars
 from hybrid.serve.guard import BEGAN, OUTCOME, USE, key_of, outcome_of
 from hybrid.serve.http import EventStream, Gone, Json, until_gone
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.models import Models
-from hybrid.serve.options import Seeds
 from hybrid.serve.pools import FairPool, Parts
 from hybrid.serve.running import Feed, Job
 from hybrid.serve.settings import Settings
@@ -50,7 +50,8 @@ class Service:
         self.backend = models.first
         for backend in models.backends.values():
             backend.forget = self._forget
-        self.seeds = Seeds(settings.seed)
+        self.seeds = Random(settings.seed)
+        """Seeds of requests without one, reproducible by the server's base seed."""
         self._texts = FairPool("texts")
         self._templates = FairPool("templates", 4)
         self._grammars = FairPool("grammars", 2)
@@ -119,10 +120,6 @@ class Service:
     def _embeds(self, request: Request, asked: str | None) -> bool:
         return self.models.embeds(request.scope[USE].backend if USE in request.scope else self.find(asked))
 
-    async def described(self, request: Request, backend: Backend, describe: Callable[[Checkpoint], T]) -> T:
-        """What `describe` says of a model's checkpoint, which is opened if the model is not loaded. ApiError 503."""
-        return await self.aside(request, self.models.described, backend, describe)
-
     def name(self, model: Model) -> str:
         """The model's name in requests."""
         named = (name for name, backend in self.models.backends.items() if name and backend.loaded is model)
@@ -136,38 +133,32 @@ class Service:
             self._fingerprints[model] = f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
         return self._fingerprints[model]
 
-    def tokens(self, model: Model) -> Tokens:
-        return Tokens(model.checkpoint.tokenizer)
-
     def most(self, model: Model) -> int:
         """Most tokens of a prompt."""
         ctx = model.engine.cache.ctx
         return min(self.settings.max_prompt or ctx, ctx)
 
     async def encode(
-        self, request: Request, model: Model, text: str, *, bos: bool = True, guard: str | None = None
+        self,
+        request: Request,
+        model: Model,
+        text: str,
+        *,
+        bos: bool = True,
+        guard: str | None = None,
+        bounded: bool = True,
     ) -> list[int]:
-        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. ApiError 400 as
-        soon as the text is known to be too long."""
-        tokenizer, most = model.checkpoint.tokenizer, self.most(model)
-        self.check_length(model, len(text) - (text.count(guard) if guard else 0))
-        parts = tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
-        return await self._texts.run(self._client(request), _joined(parts, most), len(text))
-
-    async def tokenize(
-        self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None
-    ) -> list[int]:
-        """Ids of a text, without a length limit."""
+        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. bounded: ApiError
+        400 as soon as the text is known to be too long."""
+        if bounded:
+            self.check_length(model, len(text) - (text.count(guard) if guard else 0))
         parts = model.checkpoint.tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
-        return await self._texts.run(self._client(request), _joined(parts, None), len(text))
+        joined = _joined(parts, self.most(model) if bounded else None)
+        return await self._texts.run(self._client(request), joined, len(text))
 
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
         """Run a long call in the text thread."""
         return await self._texts.call(self._client(request), work, *args)
-
-    async def embedded(self, request: Request, work: Callable[..., T], *args: Any) -> T:
-        """Run a call of an embedding model's engine: the texts of several share its passes."""
-        return await self._embeddings.call(self._client(request), work, *args)
 
     async def written(
         self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None, **how: Any
@@ -221,8 +212,16 @@ class Service:
     ) -> list[TokenLogprob | None]:
         """Log probability of each prompt token given the previous ones, as in `hybrid.perplexity`; None for the
         first."""
+        return await self._on_device(request, model, self._scores, _prompt_logprobs, model, ids, top)
+
+    async def embedded(self, request: Request, model: EmbeddingModel, work: Callable[[], T]) -> T:
+        """Run a call of an embedding model's engine: the texts of several share its passes."""
+        return await self._on_device(request, model, self._embeddings, work)
+
+    async def _on_device(self, request: Request, model: Any, pool: FairPool, work: Callable[..., T], *args: Any) -> T:
+        """Run a call that reports a loss of the model's device by its error alone."""
         try:
-            return await self._scores.call(self._client(request), _prompt_logprobs, model, ids, top)
+            return await pool.call(self._client(request), work, *args)
         except ApiError as error:
             if error.code == "device_lost":
                 request.scope[USE].backend.lost(model, DeviceLost(error.message))
@@ -233,17 +232,18 @@ class Service:
         address = request.client.host if request.client is not None else ""
         return key_of(request.headers) if self.settings.keys else address
 
-    def count(self, n: int) -> None:
-        """Check the number of choices. ApiError 400."""
+    def check_choices(self, n: int) -> None:
+        """ApiError 400 for too many choices."""
         if n > self.settings.max_choices:
             raise bad_request(
                 f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n"
             )
 
     async def answer(
-        self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, headers: dict[str, str] | None = None
+        self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, notes: Iterable[str] = ()
     ) -> Response:
         """Run jobs and format their answer, streamed or whole. ApiError if the queue is full or a job fails."""
+        headers = note(notes)
         feed = Feed(request.scope[USE].backend, self.metrics, jobs, request.scope[BEGAN])
         if not stream:
             return Json(await self.unless_gone(request, self._whole(feed, form)), headers=headers)
@@ -274,7 +274,7 @@ class Service:
             if chunk := form.open():
                 yield chunk
             async for batch in feed.batches():
-                chunk = b"".join(form.push(item) for item in batch) if batch else form.waiting
+                chunk = b"".join(form.push(item) for item in batch) if batch else form.waiting()
                 if chunk:
                     yield chunk
             yield form.close()

@@ -1,0 +1,187 @@
+"""The core of every endpoint that generates: a chat or completion request, of whatever API, as jobs of the engine and
+readers of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+
+from hybrid.serve import options, thinking, tools
+from hybrid.serve.adapter import Names
+from hybrid.serve.answers import Answer
+from hybrid.serve.errors import ApiError, bad_request
+from hybrid.serve.forms import Echo, Head, Tokens
+from hybrid.serve.running import Job
+from hybrid.serve.schemas import LOOSER
+from hybrid.serve.service import Service
+from hybrid.serve.structured import Shape, answer_larks, schema_of
+from hybrid.serve.wire import ChatRequest, CompletionRequest, Sampled
+
+if TYPE_CHECKING:
+    from hybrid.model import Model
+
+DEFAULT_COMPLETION = 16
+"""Default max_tokens of a completion, as in OpenAI's API."""
+OPENAI = Names({}, ("tools[{}].function.parameters", "response_format.json_schema.schema"))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed request. readers: of its choices; notes: its ignored parts; echoes: the prompts of a completion's choices."""
+
+    jobs: list[Job]
+    head: Head
+    readers: list[Answer]
+    notes: list[str]
+    echoes: list[Echo]
+
+
+async def asked_chat(service: Service, request: Request, body: ChatRequest, names: Names = OPENAI) -> Asked:
+    """Parse a chat request, or another API's as one. ApiError, with that API's names of fields."""
+    return await _named(service, request, names, _chat(service, request, body, *names.schemas))
+
+
+async def asked_completion(service: Service, request: Request, body: CompletionRequest, names: Names = OPENAI) -> Asked:
+    """As asked_chat, for a completion."""
+    return await _named(service, request, names, _completion(service, request, body, names.schemas[1]))
+
+
+async def _named(service: Service, request: Request, names: Names, work: Awaitable[Asked]) -> Asked:
+    try:
+        return await service.unless_gone(request, work)
+    except ApiError as error:
+        error.param = names.of(error.param)
+        raise
+
+
+async def _chat(service: Service, request: Request, body: ChatRequest, tool_place: str, answer_place: str) -> Asked:
+    """Places: paths of a tool's schema (by its index) and of the answer's."""
+    model = await service.writer(request, body.model)
+    n = body.n or 1
+    service.check_choices(n)
+    kind = service.tool_format(model)
+    schema = schema_of(body.response_format, answer_place)
+    tools.check_schemas(body.tools, tool_place)
+    offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
+    service.check_length(model, sum(len(m.text().strip()) for m in body.messages))
+    messages, described = kind.turns(body.messages, offered)
+    text, guard = await service.written(request, model, messages, described, **thinking.template(body))
+    ids = await service.encode(request, model, text, guard=guard)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    shared = options.shared(body, model, service.settings, service.seeds, asked, top)
+    notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
+    notes += ["nothing is stored"] if body.store else []
+    tokenizer = model.checkpoint.tokenizer
+    channel = thinking.channel_of(tokenizer, ids)
+    if channel is None and body.reasoning_effort not in (None, "none"):
+        notes.append("this model does not think, whatever the effort")
+    if offered is None:
+        constraints = await _of_answer(service, request, model, schema, n)
+    else:
+        try:
+            constraints = await service.constraints(request, model, kind.larks(offered, schema), "tools", n)
+        except ApiError as error:
+            raise await _of_tool(service, request, model, body, offered, tool_place, error) from None
+    if constraints[0] is not None and constraints[0].which:
+        how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
+        notes.append(f"a schema is followed {how}")
+    choices = [options.choice(shared, i, constraints[i]) for i in range(n)]
+    jobs = [Job(ids, own) for own in thinking.bounded(model, body, ids, channel, choices)]
+    readers = [Answer(tokenizer, copy(channel), None if offered is None else kind.reader(offered)) for _ in range(n)]
+    return Asked(jobs, _head(service, model, body, top, len(ids)), readers, notes, [])
+
+
+async def _of_answer(service: Service, request: Request, model: Model, schema: Shape, n: int) -> list[Any]:
+    """Constraints of n answers with a schema; None without one."""
+    wanted, strict = schema
+    if wanted is None:
+        return [None] * n
+    return await service.constraints(request, model, answer_larks(wanted, strict), "response_format", n)
+
+
+async def _of_tool(
+    service: Service,
+    request: Request,
+    model: Model,
+    body: ChatRequest,
+    offered: tools.Offer,
+    place: str,
+    error: ApiError,
+) -> ApiError:
+    """The error of a refused grammar, attributed to the first strict tool with a schema that is refused by itself."""
+    for n, tool in enumerate(body.tools or ()):
+        if error.code != "invalid_schema" or tool.function is None or not tool.function.strict:
+            continue
+        alone = tools.Offer([tool.function], required=True, several=offered.several)
+        larks = service.tool_format(model).larks(alone, (None, False))
+        try:
+            await service.constraints(request, model, larks, "tools", 1)
+        except ApiError as found:
+            return tools.of_tool(tool.function, found, place.format(n))
+    return error
+
+
+async def _completion(service: Service, request: Request, body: CompletionRequest, answer_place: str) -> Asked:
+    model = await service.writer(request, body.model)
+    n = body.n or 1
+    asked = _prompts(body)
+    service.check_choices(n * len(asked))
+    schema = schema_of(body.response_format, answer_place)
+    prompts: list[list[int]] = []
+    for prompt in asked:
+        if isinstance(prompt, str):
+            ids = await service.encode(request, model, prompt)
+        else:
+            service.check_count(model, len(prompt))
+            check_ids(prompt, model, "prompt")
+            ids = prompt
+        if not ids:
+            raise bad_request("a prompt is empty", "prompt", "invalid_value")
+        prompts.append(ids)
+    jobs: list[Job] = []
+    echoes: list[Echo] = []
+    top = body.logprobs
+    for prompt, ids in zip(asked, prompts, strict=True):
+        echo = Echo(len(ids))
+        if body.echo:
+            known = await service.prompt_logprobs(request, model, ids, top) if top is not None else []
+            echo = Echo(len(ids), prompt if isinstance(prompt, str) else model.decode(ids), ids, known)
+        echoes += [echo] * n
+        if body.max_tokens == 0:
+            continue
+        shared = options.shared(body, model, service.settings, service.seeds, body.max_tokens, top, DEFAULT_COMPLETION)
+        constraints = await _of_answer(service, request, model, schema, n)
+        jobs += [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
+    readers = [Answer(model.checkpoint.tokenizer, None, None) for _ in jobs]
+    return Asked(jobs, _head(service, model, body, top, sum(map(len, prompts))), readers, [], echoes)
+
+
+def _head(service: Service, model: Model, body: Sampled, top: int | None, prompt_tokens: int) -> Head:
+    asked = body.stream_options
+    return Head(
+        service.name(model),
+        service.fingerprint(model),
+        Tokens(model.checkpoint.tokenizer),
+        top,
+        frozenset() if body.ignore_eos else model.eos_ids,
+        prompt_tokens,
+        usage=bool(asked and (asked.include_usage or asked.continuous_usage_stats)),
+        every_usage=bool(asked and asked.continuous_usage_stats),
+    )
+
+
+def check_ids(ids: list[int], model: Model, param: str) -> None:
+    vocab = model.hparams.vocab
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        raise bad_request(f"token ids are 0 to {vocab - 1}", param, "invalid_value")
+
+
+def _prompts(body: CompletionRequest) -> list[Any]:
+    """A request's prompts, as text or ids."""
+    prompt: Any = body.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
