@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
+from pydantic import Field, StringConstraints, Tag, field_validator, model_validator
 
 from hybrid.serve.adapter import Names, Open, chat_request, continued
 from hybrid.serve.wire import (
     I32,
     MESSAGES,
-    STOPS,
-    TOOLS,
     ChatRequest,
     Effort,
     FirstError,
     Name,
     SamplingFields,
+    Stops,
     Text,
-    kind_of,
+    TextOr,
+    ToolList,
+    by_kind,
+    only_type,
     text_part,
     wrong,
 )
@@ -56,13 +58,7 @@ def _kind(value: Any) -> str | None:
     return f"<{kind}>" if kind in KINDS else None
 
 
-Texts = Annotated[
-    Annotated[Text, Tag("<string>")]
-    | Annotated[list[TextBlock], FirstError(), Field(max_length=MESSAGES), Tag("<array>")],
-    Discriminator(
-        kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of blocks of type text"
-    ),
-]
+Texts = Annotated[TextOr[TextBlock], by_kind("must be a string or an array of blocks of type text")]
 
 
 class ToolResult(Open):
@@ -88,16 +84,9 @@ Block = Annotated[
     | Annotated[ToolResult, Tag("<tool_result>")]
     | Annotated[Thought, Tag("<thinking>")]
     | Annotated[Thought, Tag("<redacted_thinking>")],
-    Discriminator(
-        _kind,
-        custom_error_type="kind",
-        custom_error_message=f"must be a block of type {', '.join(KINDS[:-1])} or {KINDS[-1]}: this model reads text",
-    ),
+    by_kind(f"must be a block of type {', '.join(KINDS[:-1])} or {KINDS[-1]}: this model reads text", _kind),
 ]
-Blocks = Annotated[
-    Annotated[Text, Tag("<string>")] | Annotated[list[Block], FirstError(), Field(max_length=MESSAGES), Tag("<array>")],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of blocks"),
-]
+Blocks = Annotated[TextOr[Block], by_kind("must be a string or an array of blocks")]
 
 
 class Turn(Open):
@@ -143,10 +132,8 @@ class ClientTool(Open):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_other_types_whole(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "custom":
-            return {"type": value["type"]}
-        return value
+    def _take_only_the_type(cls, value: Any) -> Any:
+        return only_type(value, "custom")
 
     @model_validator(mode="after")
     def _validate_name(self) -> ClientTool:
@@ -199,7 +186,7 @@ class CountRequest(SamplingFields, Open):
     messages: Annotated[list[Turn], FirstError(), Field(min_length=1, max_length=MESSAGES)]
     model: str | None = None
     system: Texts | None = None
-    tools: Annotated[list[ClientTool], FirstError(), Field(max_length=TOOLS)] | None = None
+    tools: ToolList[ClientTool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -239,14 +226,7 @@ class MessagesRequest(CountRequest):
     """A stateless request: it contains the whole conversation."""
 
     max_tokens: Annotated[int, Field(ge=1, le=I32)]
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]],
-            FirstError(),
-            Field(max_length=STOPS),
-        ]
-        | None
-    ) = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
 
     def _more(self) -> dict[str, Any]:

@@ -6,22 +6,22 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from hybrid.serve.adapter import Names, Open, chat_request, continued
 from hybrid.serve.errors import bad_request
 from hybrid.serve.wire import (
     I32,
-    MESSAGES,
-    TOOLS,
     TOP_LOGPROBS,
     ChatRequest,
     CompletionRequest,
-    FirstError,
+    Many,
     Name,
     SamplingFields,
     Stop,
     Text,
+    ToolList,
+    by_kind,
     kind_of,
 )
 
@@ -55,7 +55,7 @@ class Turn(Open):
     content: Text | None = None
     thinking: Text | None = None
     images: list[Any] | None = None
-    tool_calls: Annotated[list[Call], FirstError(), Field(max_length=MESSAGES)] | None = None
+    tool_calls: Many[Call] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -81,7 +81,7 @@ class Options(SamplingFields, Open):
 
 Shape = Annotated[
     Annotated[Literal["", "json"], Tag("<string>")] | Annotated[dict[str, Any], Tag("<object>")],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be 'json' or a JSON schema"),
+    by_kind("must be 'json' or a JSON schema"),
 ]
 
 
@@ -91,11 +91,7 @@ def _think_kind(value: Any) -> str | None:
 
 Think = Annotated[
     Annotated[bool, Tag("<boolean>")] | Annotated[Literal["low", "medium", "high", "max"], Tag("<string>")],
-    Discriminator(
-        _think_kind,
-        custom_error_type="kind",
-        custom_error_message="must be true, false, 'low', 'medium', 'high' or 'max'",
-    ),
+    by_kind("must be true, false, 'low', 'medium', 'high' or 'max'", _think_kind),
 ]
 
 
@@ -152,8 +148,8 @@ class Generating(Open):
 
 
 class OllamaChat(Generating):
-    messages: Annotated[list[Turn], FirstError(), Field(max_length=MESSAGES)] | None = None
-    tools: Annotated[list[Tool], FirstError(), Field(max_length=TOOLS)] | None = None
+    messages: Many[Turn] | None = None
+    tools: ToolList[Tool] | None = None
 
     def chat(self) -> ChatRequest:
         """The equivalent chat request. ApiError if there is none."""

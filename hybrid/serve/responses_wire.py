@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag, model_validator
 
 from hybrid.serve.adapter import Names, chat_request
 from hybrid.serve.errors import bad_request
 from hybrid.serve.http import packed
 from hybrid.serve.wire import (
     I32,
-    MESSAGES,
-    TOOLS,
     TOP_LOGPROBS,
+    AnyTool,
     ChatRequest,
+    Choice,
     Content,
     Effort,
-    FirstError,
+    Many,
     Name,
     SamplingFields,
     Text,
+    ToolList,
+    Unused,
     Verbosity,
     Wire,
+    by_kind,
     check_tools,
     content_of,
-    kind_of,
-    other_type,
     wrong,
 )
 
@@ -71,9 +72,6 @@ class ThoughtPart(Wire):
     text: Text
 
 
-Thought = Annotated[list[ThoughtPart], FirstError(), Field(max_length=MESSAGES)]
-
-
 class InputReasoning(Wire):
     """A thought that clients send back. Its other fields are ignored: summaries and encrypted thoughts are of other
     models."""
@@ -81,7 +79,7 @@ class InputReasoning(Wire):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
-    content: Thought | None = None
+    content: Many[ThoughtPart] | None = None
 
 
 def _item_kind(value: Any) -> str | None:
@@ -94,32 +92,21 @@ InputItem = Annotated[
     | Annotated[InputCall, Tag("<function_call>")]
     | Annotated[InputResult, Tag("<function_call_output>")]
     | Annotated[InputReasoning, Tag("<reasoning>")],
-    Discriminator(
-        _item_kind,
-        custom_error_type="kind",
-        custom_error_message="must be a message, a function_call, a function_call_output or reasoning: nothing else is kept here",
+    by_kind(
+        "must be a message, a function_call, a function_call_output or reasoning: nothing else is kept here", _item_kind
     ),
 ]
 Input = Annotated[
-    Annotated[Text, Tag("<string>")]
-    | Annotated[list[InputItem], FirstError(), Field(min_length=1, max_length=MESSAGES), Tag("<array>")],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of items"),
+    Annotated[Text, Tag("<string>")] | Annotated[Many[InputItem], Field(min_length=1), Tag("<array>")],
+    by_kind("must be a string or an array of items"),
 ]
 
 
-class ResponseTool(Wire):
-    """`other`: as of wire.Tool."""
-
-    type: Annotated[str, StringConstraints(max_length=64)]
+class ResponseTool(AnyTool):
     name: Name | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_other_types_whole(cls, value: Any) -> Any:
-        return other_type(value)
 
     @model_validator(mode="after")
     def _validate_name(self) -> ResponseTool:
@@ -131,16 +118,6 @@ class ResponseTool(Wire):
 class NamedResponseTool(Wire):
     type: Literal["function"]
     name: Name
-
-
-ResponseToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedResponseTool, Tag("<object>")],
-    Discriminator(
-        kind_of,
-        custom_error_type="kind",
-        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function",
-    ),
-]
 
 
 class TextFormat(Wire):
@@ -175,7 +152,7 @@ SHARED = ("model", "stream", "parallel_tool_calls", "store", "chat_template_kwar
 """Fields of chat requests with the same name and meaning, beside those of sampling."""
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, Unused):
     """A stateless request: it contains the whole conversation."""
 
     input: Input
@@ -183,8 +160,8 @@ class ResponsesRequest(SamplingFields):
     instructions: Text | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
-    tools: Annotated[list[ResponseTool], FirstError(), Field(max_length=TOOLS)] | None = None
-    tool_choice: ResponseToolChoice | None = None
+    tools: ToolList[ResponseTool] | None = None
+    tool_choice: Choice[NamedResponseTool] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -194,15 +171,7 @@ class ResponsesRequest(SamplingFields):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """Ignored: prompts that are too long are refused."""
-    store: bool | None = None
-    """Ignored: the answer has store: false."""
     # Accepted and ignored: no effect on the text.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     stream_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -7,7 +7,9 @@ do not grow with the body.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -56,8 +58,16 @@ def kind_of(value: Any) -> str | None:
     return kinds.get(type(value))
 
 
-def asks_for_nothing(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
+def by_kind(must: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
+    """Chooses one of a union's types by its tag. must: what the message of a value of none of them says."""
+    return Discriminator(kind, custom_error_type="kind", custom_error_message=must)
+
+
+T = TypeVar("T")
+Many = Annotated[list[T], FirstError(), Field(max_length=MESSAGES)]
+ToolList = Annotated[list[T], FirstError(), Field(max_length=TOOLS)]
+TextOr = Annotated[Text, Tag("<string>")] | Annotated[Many[T], Tag("<array>")]
+"""A text or a list. Annotate it with by_kind."""
 
 
 class Wire(BaseModel):
@@ -73,17 +83,13 @@ class Wire(BaseModel):
         known = _names(cls)
         if all(k in known for k in value):
             return value
-        return {k: v for k, v in value.items() if k in known or not asks_for_nothing(v)}
+        return {k: v for k, v in value.items() if k in known or not (v is None or v is False or v in ("", [], {}))}
 
 
-_known: dict[type[BaseModel], frozenset[str]] = {}
-
-
+@cache
 def _names(model: type[BaseModel]) -> frozenset[str]:
     """JSON names of a model's fields."""
-    if model not in _known:
-        _known[model] = frozenset(f.alias or name for name, f in model.model_fields.items())
-    return _known[model]
+    return frozenset(f.alias or name for name, f in model.model_fields.items())
 
 
 class StreamOptions(Wire):
@@ -121,30 +127,32 @@ class Function(Wire):
     cache_control: dict[str, Any] | None = None
 
 
-class Tool(Wire):
-    """A tool. `other`: an unsupported type; such tools are ignored if there are functions."""
+class AnyTool(Wire):
+    """A tool of any type. Of types other than function, which are ignored if there are functions, only the type is read."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
-    function: Function | None = None
-    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _take_other_types_whole(cls, value: Any) -> Any:
-        return other_type(value)
+    def _take_only_the_type(cls, value: Any) -> Any:
+        return only_type(value, "function")
+
+
+def only_type(tool: Any, known: str) -> Any:
+    """A tool of the known type, or of none, unchanged; of other tools only the type."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind != known else tool
+
+
+class Tool(AnyTool):
+    function: Function | None = None
+    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _validate_function(self) -> Tool:
         if self.type == "function" and self.function is None:
             wrong("function", "a tool of type function needs function")
         return self
-
-
-def other_type(tool: Any) -> Any:
-    """A function tool unchanged; of other tools only the type."""
-    if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
-        return {"type": tool["type"]}
-    return tool
 
 
 class NamedFunction(Wire):
@@ -156,14 +164,11 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<object>")],
-    Discriminator(
-        kind_of,
-        custom_error_type="kind",
-        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function",
-    ),
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[T, Tag("<object>")],
+    by_kind("must be 'none', 'auto', 'required' or an object that names a function"),
 ]
+ToolChoice = Choice[NamedTool]
 
 
 class CalledFunction(Wire):
@@ -202,10 +207,7 @@ class Part(Wire):
     _validate_type = field_validator("type", mode="before")(text_part)
 
 
-Content = Annotated[
-    Annotated[Text, Tag("<string>")] | Annotated[list[Part], FirstError(), Field(max_length=MESSAGES), Tag("<array>")],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of parts"),
-]
+Content = Annotated[TextOr[Part], by_kind("must be a string or an array of parts")]
 
 
 def text_of(content: str | list[Part] | None) -> str:
@@ -227,7 +229,7 @@ class Message(Wire):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], FirstError(), Field(max_length=MESSAGES)] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = None
     reasoning_content: Text | None = None
@@ -263,15 +265,12 @@ class Message(Wire):
 
 
 Messages = Annotated[list[Message], FirstError(), Field(min_length=1, max_length=MESSAGES)]
+Stops = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]], FirstError(), Field(max_length=STOPS)
+]
 Stop = Annotated[
-    Annotated[str, StringConstraints(max_length=1024), Tag("<string>")]
-    | Annotated[
-        list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]],
-        FirstError(),
-        Field(max_length=STOPS),
-        Tag("<array>"),
-    ],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of strings"),
+    Annotated[str, StringConstraints(max_length=1024), Tag("<string>")] | Annotated[Stops, Tag("<array>")],
+    by_kind("must be a string or an array of strings"),
 ]
 
 
@@ -293,7 +292,19 @@ class SamplingFields(Wire):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
 
-class Sampled(SamplingFields):
+class Unused(Wire):
+    """Accepted and ignored: no effect on the text, and nothing is stored."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Sampled(SamplingFields, Unused):
     """Fields that completions and chat share."""
 
     model: str | None = None
@@ -303,15 +314,6 @@ class Sampled(SamplingFields):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=BIASES)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=0, le=I32)] | None = None
-    user: str | None = None
-    # Accepted and ignored: no effect on the text.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    """Ignored: nothing is stored."""
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
     def _validate_stream_options(self) -> Any:
@@ -359,7 +361,7 @@ class ChatRequest(Sampled, Templated):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], FirstError(), Field(max_length=TOOLS)] | None = None
+    tools: ToolList[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -418,10 +420,9 @@ Prompt = Annotated[
     | Annotated[list[Text], FirstError(), Field(max_length=1 << 10), Tag("<strings>")]
     | Annotated[Ids, Tag("<tokens>")]
     | Annotated[list[Ids], FirstError(), Field(max_length=1 << 10), Tag("<lists>")],
-    Discriminator(
+    by_kind(
+        "must be a string, an array of strings, an array of token ids or an array of such arrays, not empty",
         prompt_kind,
-        custom_error_type="kind",
-        custom_error_message="must be a string, an array of strings, an array of token ids or an array of such arrays, not empty",
     ),
 ]
 
