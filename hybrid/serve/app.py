@@ -20,12 +20,10 @@ from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
 from hybrid.serve.http import Json
-from hybrid.serve.metrics import Metrics
+from hybrid.serve.metrics import METRICS_TYPE, Metrics
 from hybrid.serve.models import Load, Models
 from hybrid.serve.service import Service
 from hybrid.serve.settings import Settings
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(load: Load, settings: Settings, end: Callable[[int, str], None]) -> FastAPI:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from hybrid.serve.adapter import Open
 from hybrid.serve.errors import bad_request
-from hybrid.serve.http import Json, JsonRoute
+from hybrid.serve.http import Json, JsonRoute, until_gone
 from hybrid.serve.service import Service, note
 from hybrid.serve.wire import FirstError, Text, Wire, kind_of
 
@@ -111,7 +111,7 @@ def router(service: Service) -> APIRouter:
             ids = [model.encode(text, task, cut) if isinstance(text, str) else text for text, task in texts]
             return model.embed(ids, None, dimensions), sum(map(len, ids))
 
-        return await service.unless_gone(request, service.embedded(request, model, work))
+        return await until_gone(request, service.embedded(request, model, work))
 
     def named(model: EmbeddingModel) -> str:
         return service.settings.name or model.checkpoint.name

@@ -15,6 +15,7 @@ from hybrid.serve.adapter import Names
 from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import Echo, Head, Tokens
+from hybrid.serve.http import until_gone
 from hybrid.serve.running import Job
 from hybrid.serve.schemas import LOOSER
 from hybrid.serve.service import Service
@@ -52,7 +53,7 @@ async def asked_completion(service: Service, request: Request, body: CompletionR
 
 async def _named(service: Service, request: Request, names: Names, work: Awaitable[Asked]) -> Asked:
     try:
-        return await service.unless_gone(request, work)
+        return await until_gone(request, work)
     except ApiError as error:
         error.param = names.of(error.param)
         raise

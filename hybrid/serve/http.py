@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
@@ -14,11 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybrid.serve.errors import bad_request
+from hybrid.serve.errors import ApiError, bad_request
 
-
-class Gone(Exception):
-    """The client disconnected before its answer was ready."""
+T = TypeVar("T")
 
 
 class JsonRequest(Request):
@@ -64,17 +62,22 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def until_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`. If the client disconnects first, cancels `work` and raises Gone."""
+def gone() -> ApiError:
+    """The refusal of a request whose client disconnected before its answer was ready."""
+    return ApiError(499, "the client went away", code="cancelled")
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, cancelled if the client disconnects first. ApiError 499."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
+    left = asyncio.ensure_future(_gone(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise gone()
         return task.result()
     finally:
-        await _end(task, gone)
+        await _end(task, left)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

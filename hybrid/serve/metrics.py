@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybrid.serve.backend import Backend
     from hybrid.serve.models import Models
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 disable_created_metrics()
 _FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _BETWEEN = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)

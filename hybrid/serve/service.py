@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ from hybrid.serve.errors import ApiError, bad_request, internal, printable
 from hybrid.serve.forms import Form
 from hybrid.serve.grammars import GrammarConstraint, Grammars
 from hybrid.serve.guard import BEGAN, OUTCOME, USE, key_of, outcome_of
-from hybrid.serve.http import EventStream, Gone, Json, until_gone
+from hybrid.serve.http import EventStream, Json, until_gone
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.models import Models
 from hybrid.serve.pools import FairPool, Parts
@@ -97,7 +97,7 @@ class Service:
         if use.granted.done():
             use.granted.result()
         else:
-            await self.unless_gone(request, use.granted)
+            await until_gone(request, use.granted)
         return use.backend.model
 
     async def writer(self, request: Request, asked: str | None) -> Model:
@@ -246,7 +246,7 @@ class Service:
         headers = note(notes)
         feed = Feed(request.scope[USE].backend, self.metrics, jobs, request.scope[BEGAN])
         if not stream:
-            return Json(await self.unless_gone(request, self._whole(feed, form)), headers=headers)
+            return Json(await until_gone(request, self._whole(feed, form)), headers=headers)
 
         def ended(whole: bool) -> None:
             feed.cancel()
@@ -254,14 +254,6 @@ class Service:
                 request.scope[OUTCOME] = "cancelled"
 
         return EventStream(self._chunks(feed, form, request), self.settings.idle, ended, headers, form.media)
-
-    async def unless_gone(self, request: Request, work: Awaitable[T]) -> T:
-        """The result of `work`, cancelled if the client disconnects. ApiError 499."""
-        try:
-            found: T = await until_gone(request, work)
-        except Gone:
-            raise ApiError(499, "the client went away", code="cancelled") from None
-        return found
 
     async def _whole(self, feed: Feed, form: Form) -> dict[str, Any]:
         async for batch in feed.batches():
