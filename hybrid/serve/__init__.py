@@ -174,12 +174,7 @@ def _main(args: argparse.Namespace) -> int:
         return model
 
     return process.serve(
-        load if len(given) < 2 else _several(args, given, options, load),
-        settings(args),
-        host=args.host,
-        port=args.port,
-        drain=args.drain,
-        access_log=args.access_log,
+        load if len(given) < 2 else _several(args, given, options, load), settings(args), **_listening(args)
     )
 
 
@@ -264,16 +259,11 @@ def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) 
         raise ValueError(
             f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]"
         ) from None
-    return ray.run(
-        options,
-        settings(args),
-        devices,
-        host=args.host,
-        port=args.port,
-        drain=args.drain,
-        address=args.ray_address,
-        access_log=args.access_log,
-    )
+    return ray.run(options, settings(args), devices, address=args.ray_address, **_listening(args))
+
+
+def _listening(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("host", "port", "drain", "access_log")}
 
 
 def settings(args: argparse.Namespace) -> Settings:

@@ -113,12 +113,9 @@ def router(service: Service) -> APIRouter:
 
         return await until_gone(request, service.embedded(request, model, work))
 
-    def named(model: EmbeddingModel) -> str:
-        return service.settings.name or model.checkpoint.name
-
     @r.post("/v1/embeddings", summary="Embeddings of texts")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        model = await service.embedder(request, body.model)
+        model: EmbeddingModel = await service.use(request, body.model, embeds=True)
         task = _task(model, body)
         _check_dimensions(model, body.dimensions)
         texts = [(text, task) for text in _listed(body.input)]
@@ -126,11 +123,11 @@ def router(service: Service) -> APIRouter:
         shown = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
         data = [{"object": "embedding", "index": i, "embedding": shown(v)} for i, v in enumerate(vectors)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return Json({"object": "list", "data": data, "model": named(model), "usage": usage})
+        return Json({"object": "list", "data": data, "model": service.name(model), "usage": usage})
 
     @r.post("/v1/rerank", summary="Documents by their similarity to a query")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        model = await service.embedder(request, body.model)
+        model: EmbeddingModel = await service.use(request, body.model, embeds=True)
         query, document = (task if task in model.tasks else None for task in ("query", "document"))
         documents = [d if isinstance(d, str) else d.text for d in body.documents]
         texts = [(body.query, query), *((text, document) for text in documents)]
@@ -140,22 +137,23 @@ def router(service: Service) -> APIRouter:
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": float(scores[i])} for i in best]
         for result in results if body.return_documents else ():
             result["document"] = {"text": documents[result["index"]]}
-        return Json({"model": named(model), "results": results, "usage": {"total_tokens": tokens}})
+        return Json({"model": service.name(model), "results": results, "usage": {"total_tokens": tokens}})
 
     @r.post("/api/embed", summary="Embeddings of texts, in Ollama's form")
     async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
-        began, model = time.perf_counter_ns(), await service.embedder(request, body.model)
+        began = time.perf_counter_ns()
+        model: EmbeddingModel = await service.use(request, body.model, embeds=True)
         _check_dimensions(model, body.dimensions)
         texts = [(text, None) for text in _listed(body.input)]
         vectors, tokens = await embedded(request, model, texts, body.dimensions, body.truncate is not False)
         took = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0, "prompt_eval_count": tokens}
-        answer = {"model": body.model or named(model), "embeddings": vectors.tolist(), **took}
+        answer = {"model": body.model or service.name(model), "embeddings": vectors.tolist(), **took}
         return Json(answer, headers=note(body.ignored()))
 
     @r.post("/api/embeddings", summary="The embedding of a text, in Ollama's older form")
     async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
         vectors, _ = await embedded(
-            request, await service.embedder(request, body.model), [(body.prompt, None)], cut=True
+            request, await service.use(request, body.model, embeds=True), [(body.prompt, None)], cut=True
         )
         return Json({"embedding": vectors[0].tolist()}, headers=note(body.ignored()))
 

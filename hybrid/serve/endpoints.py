@@ -63,7 +63,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        model = await service.use(request, body.model)
+        model: Model = await service.use(request, body.model)
         if body.messages is not None:
             messages, _ = service.tool_format(model).turns(body.messages, None)
             text, guard = await service.written(request, model, messages, **thinking.template(body))
@@ -77,13 +77,13 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/detokenize", summary="Text of token ids")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        model = await service.use(request, body.model)
+        model: Model = await service.use(request, body.model)
         check_ids(body.tokens, model, "tokens")
         return Json({"prompt": await service.aside(request, model.decode, body.tokens)})
 
     @r.get("/tokenizer_info", summary="Names of the tokenizer's special tokens, and the chat template")
     async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-        used = await service.use(request, model)
+        used: Model = await service.use(request, model)
         t = used.checkpoint.tokenizer
         named = {f"{n}_token": getattr(t.vocabulary, f"{n}_id") for n in ("bos", "eos", "pad", "unk")}
         return Json(

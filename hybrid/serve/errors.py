@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot
+from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot, QueueFull
 from hybrid.text.chat_template import ChatError
 
 LONGEST_NAME = 64
@@ -113,26 +113,28 @@ def busy(message: str, retry_after: float) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="queue_full", retry_after=retry_after)
 
 
+_REFUSED: Sequence[tuple[type[ValueError], str | None, str | None]] = (
+    (ContextExceeded, None, "context_length_exceeded"),
+    (InvalidSchema, None, "invalid_schema"),
+    (ChatError, "messages", None),
+    (ValueError, None, None),
+)
+"""Errors of a request's values, the most specific first, with their param and code."""
+
+
 def from_engine(error: BaseException) -> ApiError:
     """The error response for an exception of submit or of a running request. Prints internal errors."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DeviceLost):
         return unavailable("the device was lost while this request ran: send it again", "device_lost")
-    if type(error).__name__ == "QueueFull":
-        return busy(
-            "more requests wait than the queue holds: try again later", float(getattr(error, "retry_after", 1.0))
-        )
+    if isinstance(error, QueueFull):
+        return busy("more requests wait than the queue holds: try again later", error.retry_after)
     if isinstance(error, NoFreeSlot):
         return busy("all slots of the model are in use: try again later", 1.0)
-    if isinstance(error, ContextExceeded):
-        return bad_request(str(error), code="context_length_exceeded")
-    if isinstance(error, InvalidSchema):
-        return bad_request(str(error), code="invalid_schema")
-    if isinstance(error, ChatError):
-        return bad_request(str(error), "messages")
-    if isinstance(error, ValueError):
-        return bad_request(str(error))
+    for kind, param, code in _REFUSED:
+        if isinstance(error, kind):
+            return bad_request(str(error), param, code)
     return internal(error)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from hybrid.serve import options, thinking, tools
+from hybrid.serve import thinking, tools
 from hybrid.serve.adapter import Names
 from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError, bad_request
@@ -20,9 +20,10 @@ from hybrid.serve.running import Job
 from hybrid.serve.schemas import LOOSER
 from hybrid.serve.service import Service
 from hybrid.serve.structured import Shape, answer_larks, schema_of
-from hybrid.serve.wire import ChatRequest, CompletionRequest, Sampled
+from hybrid.serve.wire import ChatRequest, CompletionRequest, Sampled, SamplingFields
 
 if TYPE_CHECKING:
+    from hybrid.engine.sampling import Constraint
     from hybrid.model import Model
 
 DEFAULT_COMPLETION = 16
@@ -61,7 +62,7 @@ async def _named(service: Service, request: Request, names: Names, work: Awaitab
 
 async def _chat(service: Service, request: Request, body: ChatRequest, tool_place: str, answer_place: str) -> Asked:
     """Places: paths of a tool's schema (by its index) and of the answer's."""
-    model = await service.writer(request, body.model)
+    model: Model = await service.use(request, body.model, embeds=False)
     n = body.n or 1
     service.check_choices(n)
     kind = service.tool_format(model)
@@ -74,7 +75,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, tool_plac
     ids = await service.encode(request, model, text, guard=guard)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    shared = options.shared(body, model, service.settings, service.seeds, asked, top)
+    shared = _shared(service, model, body, asked, top)
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
     notes += ["nothing is stored"] if body.store else []
     tokenizer = model.checkpoint.tokenizer
@@ -91,7 +92,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, tool_plac
     if constraints[0] is not None and constraints[0].which:
         how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
         notes.append(f"a schema is followed {how}")
-    choices = [options.choice(shared, i, constraints[i]) for i in range(n)]
+    choices = [_choice(shared, i, constraints[i]) for i in range(n)]
     jobs = [Job(ids, own) for own in thinking.bounded(model, body, ids, channel, choices)]
     readers = [Answer(tokenizer, copy(channel), None if offered is None else kind.reader(offered)) for _ in range(n)]
     return Asked(jobs, _head(service, model, body, top, len(ids)), readers, notes, [])
@@ -128,7 +129,7 @@ async def _of_tool(
 
 
 async def _completion(service: Service, request: Request, body: CompletionRequest, answer_place: str) -> Asked:
-    model = await service.writer(request, body.model)
+    model: Model = await service.use(request, body.model, embeds=False)
     n = body.n or 1
     asked = _prompts(body)
     service.check_choices(n * len(asked))
@@ -155,9 +156,9 @@ async def _completion(service: Service, request: Request, body: CompletionReques
         echoes += [echo] * n
         if body.max_tokens == 0:
             continue
-        shared = options.shared(body, model, service.settings, service.seeds, body.max_tokens, top, DEFAULT_COMPLETION)
+        shared = _shared(service, model, body, body.max_tokens, top, DEFAULT_COMPLETION)
         constraints = await _of_answer(service, request, model, schema, n)
-        jobs += [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
+        jobs += [Job(ids, _choice(shared, i, constraints[i])) for i in range(n)]
     readers = [Answer(model.checkpoint.tokenizer, None, None) for _ in jobs]
     return Asked(jobs, _head(service, model, body, top, sum(map(len, prompts))), readers, [], echoes)
 
@@ -186,3 +187,45 @@ def _prompts(body: CompletionRequest) -> list[Any]:
     """A request's prompts, as text or ids."""
     prompt: Any = body.prompt
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+def _shared(
+    service: Service, model: Model, body: Sampled, asked: int | None, top: int | None, default: int | None = None
+) -> dict[str, Any]:
+    """Options of Model.submit that all choices of a request share. asked: tokens of an answer, within the server's limit;
+    without it `default`, or to the end of the context. top: of top_logprobs, None without logprobs."""
+    settings, context = service.settings, model.engine.cache.ctx
+    most = settings.max_tokens or context
+    wanted = asked if asked is not None else min(default or context, most)
+    if wanted > most and settings.max_tokens:
+        raise bad_request(f"this server generates at most {most} tokens, not {wanted}", "max_tokens", "invalid_value")
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    for said in (model.checkpoint.generation, body):  # what the checkpoint recommends, and the request
+        given = {name: getattr(said, name, None) for name in SamplingFields.model_fields}
+        options |= {name: value for name, value in given.items() if value is not None}
+    options["top_k"] = max(options["top_k"], 0)
+    options["seed"] = service.seeds.getrandbits(63) if body.seed is None else body.seed % 2**64
+    options["stop"] = body.stop or ()
+    if options["top_p"] == 0:
+        options |= {"top_p": 1.0, "temperature": 0.0}
+    if body.logit_bias:
+        options["logit_bias"] = _biases(body.logit_bias, model.hparams.vocab)
+    if top is not None:
+        options["logprobs"] = max(top, 1)
+    return {**options, "max_tokens": min(wanted, context), "deadline": settings.total}
+
+
+def _choice(options: dict[str, Any], index: int, constraint: Constraint | None = None) -> dict[str, Any]:
+    """The options of one choice. Each choice has its own seed, the first the request's. A constraint may end the
+    text."""
+    own = {**options, "seed": (options["seed"] + index) % 2**64}
+    return own if constraint is None else {**own, "constraint": constraint, "ignore_eos": False}
+
+
+def _biases(biases: dict[str, float], vocab: int) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for key, value in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab):
+            raise bad_request(f"logit_bias: keys are token ids from 0 to {vocab - 1}", "logit_bias", "invalid_value")
+        out[int(key)] = value
+    return out

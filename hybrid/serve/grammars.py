@@ -215,7 +215,7 @@ class Grammar:
 
     def compile(self, grammars: Sequence[str]) -> None:
         """Compile the first valid grammar. InvalidSchema with the reason if there is none."""
-        self._say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
+        self.say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
         until = time.monotonic() + worker.SECONDS
         while self._compiled is None and self.alive and (left := until - time.monotonic()) > 0:
             self._listen(left)
@@ -234,11 +234,8 @@ class Grammar:
         number = next(self._numbers)
         with self._lock:
             self._live.add(number)
-        self._say(worker.COPY, of, number)
+        self.say(worker.COPY, of, number)
         return GrammarConstraint(self, number)
-
-    def ask(self, op: bytes, number: int, question: int, body: bytes = b"") -> None:
-        self._say(op, number, question, body)
 
     def answer(self, number: int, question: int, wait: float) -> tuple[bytes, bytes] | None:
         """(kind, body) of an answer; None after `wait` seconds without it. InvalidSchema if the process has ended."""
@@ -268,7 +265,8 @@ class Grammar:
         if getattr(self, "alive", False):
             self._connection.close()  # the process exits at its next read
 
-    def _say(self, op: bytes, number: int, argument: int, body: bytes = b"", seconds: float = 0.0) -> None:
+    def say(self, op: bytes, number: int, argument: int, body: bytes = b"", seconds: float = 0.0) -> None:
+        """Send a message, waiting at most `seconds` for room; the process that reads none is as if it had ended."""
         until = time.monotonic() + seconds
         with self._lock:
             message = b""
@@ -402,7 +400,7 @@ class GrammarConstraint(Constraint):
     def _ask(self, op: bytes, body: bytes = b"") -> None:
         self._question += 1
         self._mask, self._likely, self._asked = None, (), time.monotonic()
-        self._grammar.ask(op, self._number, self._question, body)
+        self._grammar.say(op, self._number, self._question, body)
 
     def __del__(self) -> None:
         grammar = getattr(self, "_grammar", None)

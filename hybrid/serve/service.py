@@ -22,7 +22,7 @@ from hybrid.serve.grammars import GrammarConstraint, Grammars
 from hybrid.serve.guard import BEGAN, OUTCOME, USE, key_of, outcome_of
 from hybrid.serve.http import EventStream, Json, until_gone
 from hybrid.serve.metrics import Metrics
-from hybrid.serve.models import Models
+from hybrid.serve.models import Models, Use
 from hybrid.serve.pools import FairPool, Parts
 from hybrid.serve.running import Feed, Job
 from hybrid.serve.settings import Settings
@@ -40,6 +40,13 @@ T = TypeVar("T")
 LATEST = ":latest"
 NOTE = "x-hybrid-note"
 """Response header: ignored parts of the request."""
+
+
+_WRONG_KIND = {
+    False: "this model makes embeddings and writes no text: POST /v1/embeddings",
+    True: "this model writes text and makes no embeddings: serve and name an embedding model, such as "
+    "google/embeddinggemma-300m",
+}
 
 
 class Service:
@@ -87,40 +94,23 @@ class Service:
             )
         return found
 
-    async def use(self, request: Request, asked: str | None) -> Model:
-        """The model of this name, or the first, of any kind: a hybrid.embedding.EmbeddingModel too. It stays loaded until
-        the request ends; a request has one model, whatever it asks for later. One of several is loaded now if it is not.
-        ApiError 404, 429, 499 or 503."""
+    async def use(self, request: Request, asked: str | None, embeds: bool | None = None) -> Any:
+        """The model of this name, or the first: a hybrid.model.Model, or a hybrid.embedding.EmbeddingModel. embeds: whether
+        it must be that one or the other. It stays loaded until the request ends; a request has one model, whatever it asks
+        for later. One of several is loaded now if it is not. ApiError 400 for the other kind, 404, 429, 499 or 503."""
+        backend = request.scope[USE].backend if USE in request.scope else self.find(asked)
+        if embeds is not None and self.models.embeds(backend) != embeds:
+            raise bad_request(_WRONG_KIND[embeds], "model")
         if USE not in request.scope:
-            request.scope[USE] = self.models.use(self.find(asked))
-        use = request.scope[USE]
+            request.scope[USE] = self.models.use(backend)
+        use: Use = request.scope[USE]
         if use.granted.done():
             use.granted.result()
         else:
             await until_gone(request, use.granted)
         return use.backend.model
 
-    async def writer(self, request: Request, asked: str | None) -> Model:
-        """As `use`, a model that writes text. ApiError 400 for an embedding model."""
-        if self._embeds(request, asked):
-            raise bad_request("this model makes embeddings and writes no text: POST /v1/embeddings", "model")
-        return await self.use(request, asked)
-
-    async def embedder(self, request: Request, asked: str | None) -> EmbeddingModel:
-        """As `use`, an embedding model. ApiError 400 for one that writes text."""
-        if not self._embeds(request, asked):
-            raise bad_request(
-                "this model writes text and makes no embeddings: serve and name an embedding model, such as "
-                "google/embeddinggemma-300m",
-                "model",
-            )
-        model: Any = await self.use(request, asked)
-        return model
-
-    def _embeds(self, request: Request, asked: str | None) -> bool:
-        return self.models.embeds(request.scope[USE].backend if USE in request.scope else self.find(asked))
-
-    def name(self, model: Model) -> str:
+    def name(self, model: Model | EmbeddingModel) -> str:
         """The model's name in requests."""
         named = (name for name, backend in self.models.backends.items() if name and backend.loaded is model)
         return self.settings.name or next(named, model.checkpoint.name)

@@ -136,25 +136,32 @@ class Calls:
     made: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self, name: str) -> dict[str, Any]:
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+        call: dict[str, Any] = {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
         self.made.append(call)
-        shown = {**call, "function": {"name": name, "arguments": ""}}
-        return {"tool_calls": [{"index": len(self.made) - 1, **shown}]}
+        return {"tool_calls": [{"index": len(self.made) - 1, **call, "function": {"name": name, "arguments": ""}}]}
 
     def more(self, arguments: str) -> dict[str, Any]:
         self.made[-1]["function"]["arguments"] += arguments
         return {"tool_calls": [{"index": len(self.made) - 1, "function": {"arguments": arguments}}]}
 
 
-def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """Parse a call's arguments in a client's message. ApiError."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise bad_request("arguments of a tool call must be a JSON object", param, "invalid_value")
-    return found
+def calls_of(message: Message, n: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """(id, function, arguments) of the calls in a client's message, the n-th. ApiError."""
+    calls = []
+    for call in message.tool_calls or ():
+        try:
+            found = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            param = f"messages[{n}].tool_calls"
+            raise bad_request("arguments of a tool call must be a JSON object", param, "invalid_value")
+        calls.append((call.id, call.function.name, found))
+    return calls
 
 
 def literal(text: str) -> str:

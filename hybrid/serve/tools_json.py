@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
+from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, called_names, calls_of, described, literal
 from hybrid.serve.wire import Message, content_of
 
 _HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
@@ -44,10 +44,7 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
         if m.role == "tool":
             content = text = f"Result of {names[n]}:\n{text}"
         elif m.tool_calls:
-            calls = [
-                (c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls
-            ]
-            content = "\n".join(filter(None, [text, _written(calls)]))
+            content = "\n".join(filter(None, [text, _written(calls_of(m, n))]))
         if out and out[-1]["role"] == role:
             out[-1]["content"] = _with(out[-1]["content"], content)
         else:
@@ -68,11 +65,11 @@ def _with(content: str | list[dict[str, str]], more: str | list[dict[str, str]])
     return "\n\n".join(texts)
 
 
-def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def _written(calls: Sequence[tuple[str, str, dict[str, Any]]]) -> str:
     """Calls as text in the model's format."""
     objects = [
         f'{{"name": {json.dumps(name)}, "parameters": {json.dumps(found, ensure_ascii=False)}}}'
-        for name, found in calls
+        for _, name, found in calls
     ]
     return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
 
@@ -146,7 +143,7 @@ class JsonReader:
         self._openings = [begin + _opening(t.name) for t in offer.tools for begin in ("", "[")]
         self._calls = Calls()
         self._held = ""
-        self._mode = "undecided"  # text, header or arguments
+        self._mode = "undecided"  # text, header, arguments, or close: at the brace after them
         self._depth, self._quoted, self._escaped = 0, False, False
 
     @property
@@ -165,8 +162,19 @@ class JsonReader:
             else:
                 return self._as_text()
         deltas: list[dict[str, Any]] = []
-        while self._step(deltas):
-            pass
+        while self._held:
+            if self._mode == "header":
+                found = _HEADER.match(self._held)
+                if found is None or found[1] not in self._names:
+                    break
+                deltas.append(self._calls.begin(found[1]))
+                self._held, self._mode = self._held[found.end() :], "arguments"
+            elif self._mode == "arguments":
+                length, whole = self._arguments()
+                deltas.append(self._calls.more(self._held[:length]))
+                self._held, self._mode = self._held[length:], "close" if whole else "arguments"
+            else:
+                self._held, self._mode = self._held[1:], "header"
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
@@ -177,29 +185,8 @@ class JsonReader:
         self._mode, text, self._held = "text", self._held, ""
         return [{"content": text}]
 
-    def _step(self, deltas: list[dict[str, Any]]) -> bool:
-        """Parse a header or available arguments. False: more text is needed."""
-        if self._mode == "header":
-            found = _HEADER.match(self._held)
-            if found is None or found[1] not in self._names:
-                return False
-            deltas.append(self._calls.begin(found[1]))
-            self._held, self._mode = self._held[found.end() :], "arguments"
-            return bool(self._held)
-        length, whole = self._arguments()
-        if length:
-            deltas.append(self._calls.more(self._held[:length]))
-        self._held = self._held[length:]
-        if whole:
-            self._mode = "close"
-        if self._mode == "close" and self._held:
-            self._held, self._mode = self._held[1:], "header"
-        return bool(self._held)
-
     def _arguments(self) -> tuple[int, bool]:
         """(characters of the arguments object in the buffer, whether it is closed)."""
-        if self._mode == "close":
-            return 0, False
         for n, c in enumerate(self._held):
             if self._escaped:
                 self._escaped = False
