@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid.text.marks import CLOSE, NAME, OPEN, Channel, Marks
 from hybrid.text.tokenizer import Tokenizer
 
 
-class Parser(Protocol):
-    """Streaming parser that separates tool calls from text, both without thoughts."""
+class Parser(ABC):
+    """Base of streaming parsers that separate tool calls from text, both without thoughts."""
 
-    @property
-    def marks(self) -> Mapping[str, int]:
-        """Ids of the marks that it reads."""
+    marks: Mapping[str, int] = {}
+    """Ids of the marks that it reads."""
 
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        """Tool calls so far."""
+
+    @abstractmethod
     def take(self, mark: str, text: str) -> list[dict[str, Any]]:
         """The deltas of one of its marks, or of text."""
 
     def end(self) -> list[dict[str, Any]]:
         """Deltas of the buffered rest."""
+        return []
 
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """Tool calls so far."""
+    def begin(self, name: str) -> dict[str, Any]:
+        """The delta of a new call."""
+        function = {"name": name, "arguments": ""}
+        self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1], "function": {**function}}]}
+
+    def more(self, arguments: str) -> dict[str, Any]:
+        """The delta of more arguments of the last call."""
+        self.calls[-1]["function"]["arguments"] += arguments
+        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": arguments}}]}
 
 
 class Answer:

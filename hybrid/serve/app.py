@@ -19,7 +19,7 @@ from hybrid import __version__
 from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages, responses
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
-from hybrid.serve.http import Json
+from hybrid.serve.http import Json, refused
 from hybrid.serve.metrics import METRICS_TYPE, Metrics
 from hybrid.serve.models import Load, Models
 from hybrid.serve.service import Service
@@ -90,7 +90,7 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
 
 
 async def _api_error(request: Request, error: Any) -> Response:
-    return Json(error.body(request.scope["path"]), error.status, error.headers())
+    return refused(error, request.scope["path"])
 
 
 async def _validation_error(request: Request, error: Any) -> Response:
@@ -98,6 +98,6 @@ async def _validation_error(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    refusal = of_status(error.status_code)
-    headers = {**(error.headers or {}), **refusal.headers()}
-    return Json(refusal.body(request.scope["path"]), refusal.status, headers)
+    response = refused(of_status(error.status_code), request.scope["path"])
+    response.headers.update(error.headers or {})
+    return response

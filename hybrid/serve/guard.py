@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid.serve.errors import ApiError, internal, unavailable
+from hybrid.serve.http import refused
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.settings import Settings
 
@@ -119,18 +120,18 @@ class Guard:
             admit(scope, self._settings)
             await self._app(asked, self._bounded(scope, receive), sent)
         except ApiError as error:
-            await _refuse(error, scope, sent)
+            await refused(error, scope["path"])(scope, receive, sent)
         except asyncio.CancelledError:  # drain timeout; re-raising would log a traceback
             scope[OUTCOME] = "cancelled"
             if not status:
                 stopping = unavailable("the server is stopping: send the request elsewhere", "stopping")
-                await _refuse(stopping, scope, sent)
+                await refused(stopping, scope["path"])(scope, receive, sent)
         except Exception as error:
             if os.environ.get("HYBRID_DEBUG") == "1":
                 raise
             answer = internal(error)
             if not status:
-                await _refuse(answer, scope, sent)
+                await refused(answer, scope["path"])(scope, receive, sent)
         finally:
             if USE in asked:
                 asked[USE].end()
@@ -175,11 +176,3 @@ def outcome_of(status: int) -> str:
     """ok, cancelled, busy, refused, unavailable or failed."""
     named: Mapping[int, str] = {499: "cancelled", 429: "busy", 503: "unavailable"}
     return named.get(status) or ("ok" if status < 400 else "refused" if status < 500 else "failed")
-
-
-async def _refuse(error: ApiError, scope: Scope, send: Send) -> None:
-    body = error.text(scope["path"])
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})

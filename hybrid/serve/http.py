@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from hybrid.serve.errors import ApiError, bad_request
 
@@ -57,6 +57,11 @@ class Json(Response):
         return packed(content)
 
 
+def refused(error: ApiError, path: str) -> Response:
+    """An error response in the form of the address's API."""
+    return Json(error.body(path), error.status, error.headers())
+
+
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -90,49 +95,40 @@ EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and JSON objects one a line."""
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A stream of `chunks`. Ends if the client disconnects or reads nothing for `idle` seconds. Always
     calls `ended(whole)`; whole: everything was sent."""
 
     def __init__(
         self,
-        chunks: AsyncIterator[bytes],
+        chunks: AsyncGenerator[bytes, None],
         idle: float,
         ended: Callable[[bool], None],
         headers: Mapping[str, str] | None = None,
         media: str = EVENTS,
     ) -> None:
-        super().__init__(
-            media_type=media, headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
-        )
-        del self.headers["content-length"]
+        own = {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
+        super().__init__(chunks, media_type=media, headers=own)
         self._chunks, self._idle, self._ended = chunks, idle, ended
         self._since: float | None = None  # start of the current send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.ensure_future(self._write(send))
-        gone = asyncio.ensure_future(_gone(receive))
         now = asyncio.get_running_loop().time
+
+        async def timed(message: Message) -> None:
+            self._since = now()
+            await send(message)
+            self._since = None
+
+        writer = asyncio.ensure_future(self.stream_response(timed))
+        left = asyncio.ensure_future(_gone(receive))
         try:
-            while not writer.done() and not gone.done():
-                await asyncio.wait({writer, gone}, timeout=self._idle / 4, return_when=asyncio.FIRST_COMPLETED)
+            while not writer.done() and not left.done():
+                await asyncio.wait({writer, left}, timeout=self._idle / 4, return_when=asyncio.FIRST_COMPLETED)
                 if self._since is not None and now() - self._since > self._idle:
                     break
         finally:
             whole = writer.done() and not writer.cancelled() and writer.exception() is None
-            await _end(writer, gone)
+            await _end(writer, left)
+            await self._chunks.aclose()
             self._ended(whole)
-
-    async def _write(self, send: Send) -> None:
-        now = asyncio.get_running_loop().time
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for chunk in self._chunks:
-                self._since = now()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._since = None
-        finally:
-            closing = getattr(self._chunks, "aclose", None)
-            if closing is not None:
-                await closing()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -73,11 +73,9 @@ class _Engines(Collector):
         yield from found.values()
         device = models.first.joules
         if device is not None and (joules := device.read()) is not None:
-            energy = CounterMetricFamily(
-                "hybrid_device_joules", "Energy of the whole device since the start", labels=["source"]
-            )
-            energy.add_metric([device.source], joules)
-            yield energy
+            about = "Energy of the whole device since the start"
+            energy = CounterMetricFamily("hybrid_device_joules", about, labels=["source"])
+            yield _with(energy, [([device.source], joules)])
 
 
 def add_samples(found: dict[str, Metric], families: Iterable[Metric], **labels: str) -> None:
@@ -115,16 +113,11 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
     for name, about in counts.items():
         yield CounterMetricFamily(f"hybrid_{name}", about, value=getattr(m, name))
     finished = CounterMetricFamily("hybrid_finished", "Sequences by how they ended", labels=["reason"])
-    for reason, n in sorted(m.finished.items()):
-        finished.add_metric([reason], n)
-    yield finished
-    blocks = GaugeMetricFamily(
-        "hybrid_blocks", "Blocks of the KV cache by kind of layer and state", labels=["kind", "state"]
-    )
-    for kind, states in sorted(m.blocks.items()):
-        for state, n in sorted(states.items()):
-            blocks.add_metric([kind, state], n)
-    yield blocks
+    yield _with(finished, [([reason], n) for reason, n in sorted(m.finished.items())])
+    about = "Blocks of the KV cache by kind of layer and state"
+    blocks = GaugeMetricFamily("hybrid_blocks", about, labels=["kind", "state"])
+    states = [(kind, state, n) for kind, of in sorted(m.blocks.items()) for state, n in sorted(of.items())]
+    yield _with(blocks, [([kind, state], n) for kind, state, n in states])
     yield from _work(m.work())
 
 
@@ -140,6 +133,11 @@ def _work(totals: Mapping[PassPhase, Total]) -> Iterable[Metric]:
     names = {"nbytes": "bytes", "flops": "operations"}
     for field, about in shown.items():
         family = CounterMetricFamily(f"hybrid_device_{names.get(field, field)}", about, labels=["phase"])
-        for phase, total in sorted(totals.items()):
-            family.add_metric([phase], getattr(total, field))
-        yield family
+        yield _with(family, [([phase], getattr(total, field)) for phase, total in sorted(totals.items())])
+
+
+def _with(family: Any, samples: Iterable[tuple[list[str], float]]) -> Metric:
+    """A family with samples: values by labels."""
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -35,7 +35,6 @@ from hybrid.serve.wire import (
     Verbosity,
     Wire,
     by_kind,
-    check_tools,
     content_of,
     wrong,
 )
@@ -182,11 +181,6 @@ class ResponsesRequest(SamplingFields, Unused):
     """Ignored: prompts that are too long are refused."""
     # Accepted and ignored: no effect on the text.
     stream_options: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _validate_tools(self) -> ResponsesRequest:
-        check_tools([t.name for t in self.tools or ()], [t.type for t in self.tools or ()])
-        return self
 
     def repeated(self) -> dict[str, Any]:
         """Fields that the answer repeats. ApiError 400 for non-finite numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -251,7 +251,7 @@ class Service:
                 form.push(item)
         return form.whole()
 
-    async def _chunks(self, feed: Feed, form: Form, request: Request) -> AsyncIterator[bytes]:
+    async def _chunks(self, feed: Feed, form: Form, request: Request) -> AsyncGenerator[bytes, None]:
         try:
             if chunk := form.open():
                 yield chunk

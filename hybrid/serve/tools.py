@@ -8,9 +8,8 @@ tool's schema is enforced in full, other schemas as far as grammars support them
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.serve.answers import Parser
@@ -127,26 +126,6 @@ def described(tools: Sequence[Function]) -> list[dict[str, Any]]:
         about = {"name": f.name, "description": f.description, "parameters": parameters(f)}
         out.append({k: v for k, v in about.items() if v is not None})
     return out
-
-
-@dataclass
-class Calls:
-    """Tool calls of an answer: stream deltas, and the complete calls."""
-
-    made: list[dict[str, Any]] = field(default_factory=list)
-
-    def begin(self, name: str) -> dict[str, Any]:
-        call: dict[str, Any] = {
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }
-        self.made.append(call)
-        return {"tool_calls": [{"index": len(self.made) - 1, **call, "function": {"name": name, "arguments": ""}}]}
-
-    def more(self, arguments: str) -> dict[str, Any]:
-        self.made[-1]["function"]["arguments"] += arguments
-        return {"tool_calls": [{"index": len(self.made) - 1, "function": {"arguments": arguments}}]}
 
 
 def calls_of(message: Message, n: int) -> list[tuple[str, str, dict[str, Any]]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from hybrid.serve.answers import Parser
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, called_names, calls_of, described, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, literal
 from hybrid.serve.wire import Message, content_of
 
 _HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
@@ -133,22 +134,16 @@ def _opening(name: str) -> str:
     return f'{{"name": "{name}", "parameters": '
 
 
-class JsonReader:
+class JsonReader(Parser):
     """Streaming parser of answers of the grammar `lark`."""
 
-    marks: Mapping[str, int] = {}
-
     def __init__(self, offer: Offer) -> None:
+        super().__init__()
         self._names = {t.name for t in offer.tools}
         self._openings = [begin + _opening(t.name) for t in offer.tools for begin in ("", "[")]
-        self._calls = Calls()
         self._held = ""
         self._mode = "undecided"  # text, header, arguments, or close: at the brace after them
         self._depth, self._quoted, self._escaped = 0, False, False
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return self._calls.made
 
     def take(self, mark: str, text: str) -> list[dict[str, Any]]:
         if self._mode == "text":
@@ -167,11 +162,11 @@ class JsonReader:
                 found = _HEADER.match(self._held)
                 if found is None or found[1] not in self._names:
                     break
-                deltas.append(self._calls.begin(found[1]))
+                deltas.append(self.begin(found[1]))
                 self._held, self._mode = self._held[found.end() :], "arguments"
             elif self._mode == "arguments":
                 length, whole = self._arguments()
-                deltas.append(self._calls.more(self._held[:length]))
+                deltas.append(self.more(self._held[:length]))
                 self._held, self._mode = self._held[length:], "close" if whole else "arguments"
             else:
                 self._held, self._mode = self._held[1:], "header"

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from hybrid.serve.answers import Parser
 from hybrid.serve.errors import bad_request
 from hybrid.serve.schemas import resolve
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, called_names, calls_of, described, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, literal
 from hybrid.serve.wire import Message, content_of
 from hybrid.text.marks import ids_of
 from hybrid.text.tokenizer import Tokenizer
@@ -183,27 +184,20 @@ def lark_with(family: Family, marks: Mapping[str, int]) -> Any:
     return lark
 
 
-class MarkedReader:
+class MarkedReader(Parser):
     """Streaming parser of answers of the grammar. marks: ids of the family's."""
 
     def __init__(self, offer: Offer, family: Family, marks: Mapping[str, int]) -> None:
+        super().__init__()
         self.marks, self._family, self._names = marks, family, {t.name for t in offer.tools}
-        self._calls = Calls()
         self._mode = "text"  # head: before the arguments; arguments; tail: after them; nothing: in an invalid call
         self._head = ""
         self._stack: list[str] = []  # open objects and lists of the arguments
         self._quoted = self._key = False  # within a string; within a key without quotes
         self._was = ""  # the previous non-blank character
 
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return self._calls.made
-
     def take(self, mark: str, text: str) -> list[dict[str, Any]]:
         return self._mark(mark) if mark else self._take(text)
-
-    def end(self) -> list[dict[str, Any]]:
-        return []
 
     def _mark(self, mark: str) -> list[dict[str, Any]]:
         if mark == self._family.open:
@@ -213,7 +207,7 @@ class MarkedReader:
             self._mode = "text"
         elif self._mode == "arguments":
             self._quoted, self._was = not self._quoted, '"'
-            return [self._calls.more('"')]
+            return [self.more('"')]
         return []
 
     def _take(self, text: str) -> list[dict[str, Any]]:
@@ -228,11 +222,11 @@ class MarkedReader:
             name = head.strip().removeprefix("call:").strip()
             self._mode, text = "arguments" if name in self._names else "nothing", brace + rest
             if name in self._names:
-                deltas.append(self._calls.begin(name))
+                deltas.append(self.begin(name))
         if self._mode == "arguments":
             written = json.dumps(text)[1:-1] if self._quoted else "".join(map(self._json, text))
             if written:
-                deltas.append(self._calls.more(written))
+                deltas.append(self.more(written))
         return deltas
 
     def _json(self, c: str) -> str:

@@ -379,26 +379,18 @@ class ChatRequest(Sampled, Templated):
             wrong("max_tokens", "an answer has at least one token")
         if self.top_logprobs and not self.logprobs:
             wrong("top_logprobs", "top_logprobs needs logprobs: true")
-        check_tools(
-            [t.function.name if t.function else None for t in self.tools or ()], [t.type for t in self.tools or ()]
-        )
         choice = self.tool_choice
-        check_choice(choice.function.name if isinstance(choice, NamedTool) else choice, self.tools)
+        _check_tools(self.tools or [], choice.function.name if isinstance(choice, NamedTool) else choice)
         return self
 
 
-def check_tools(names: list[str | None], types: list[str]) -> None:
-    """Refuse duplicate function names, and tools without any function."""
-    known = [n for n in names if n is not None]
-    if len(set(known)) != len(known):
+def _check_tools(tools: list[Tool], choice: str | None) -> None:
+    """Refuse duplicate functions, tools without any function, and an impossible choice: a keyword or a function's name."""
+    names = [t.function.name for t in tools if t.function]
+    if len(set(names)) != len(names):
         wrong("tools", "two tools have the same name")
-    if types and not known:
-        wrong("tools[0].type", f"this server offers tools of type function, not {types[0]}")
-
-
-def check_choice(choice: str | None, tools: list[Tool] | None) -> None:
-    """Refuse an impossible tool_choice. choice: a keyword or a function's name."""
-    names = [t.function.name for t in tools or () if t.function]
+    if tools and not names:
+        wrong("tools[0].type", f"this server offers tools of type function, not {tools[0].type}")
     if choice in (None, "none", "auto"):
         return
     if not names:
