@@ -11,7 +11,7 @@ from starlette.responses import Response
 from hybrid.serve import thinking
 from hybrid.serve.backend import Backend
 from hybrid.serve.forms import ChatForm, CompletionForm, Tokens
-from hybrid.serve.generating import asked_chat, asked_completion, check_ids
+from hybrid.serve.generating import asked_chat, asked_completion
 from hybrid.serve.http import Json, JsonRoute, packed
 from hybrid.serve.service import Service
 from hybrid.serve.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -63,27 +63,27 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        model: Model = await service.use(request, body.model)
+        work = await service.use(request, body.model)
         if body.messages is not None:
-            messages, _ = service.tool_format(model).turns(body.messages, None)
-            text, guard = await service.written(request, model, messages, **thinking.template(body))
-            ids = await service.encode(request, model, text, guard=guard, bounded=False)
+            messages, _ = work.tool_format.turns(body.messages, None)
+            text, guard = await work.written(messages, **thinking.template(body))
+            ids = await work.encode(text, guard=guard, bounded=False)
         else:
-            ids = await service.encode(request, model, body.prompt or "", bos=body.add_special_tokens, bounded=False)
-            if (named := model.checkpoint.tokenizer.token_id(body.prompt or "")) is not None:
+            ids = await work.encode(body.prompt or "", bos=body.add_special_tokens, bounded=False)
+            if (named := work.model.checkpoint.tokenizer.token_id(body.prompt or "")) is not None:
                 ids = [named]  # clients look up the ids of <bos> and <eos> this way
-        answer = await service.aside(request, _tokens, model, ids, body.return_token_strs)
+        answer = await work.aside(_tokens, work.model, ids, body.return_token_strs)
         return Response(answer, media_type="application/json")
 
     @r.post("/detokenize", summary="Text of token ids")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        model: Model = await service.use(request, body.model)
-        check_ids(body.tokens, model, "tokens")
-        return Json({"prompt": await service.aside(request, model.decode, body.tokens)})
+        work = await service.use(request, body.model)
+        work.check_ids(body.tokens, "tokens")
+        return Json({"prompt": await work.aside(work.model.decode, body.tokens)})
 
     @r.get("/tokenizer_info", summary="Names of the tokenizer's special tokens, and the chat template")
     async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-        used: Model = await service.use(request, model)
+        used: Model = (await service.use(request, model)).model
         t = used.checkpoint.tokenizer
         named = {f"{n}_token": getattr(t.vocabulary, f"{n}_id") for n in ("bos", "eos", "pad", "unk")}
         return Json(

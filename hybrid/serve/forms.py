@@ -102,11 +102,11 @@ class Tokens:
         return {**self.entry(t.id, t.logprob), "top_logprobs": [self.entry(i, p) for i, p in t.top[:top]]}
 
 
-def usage(done: Sequence[Completion | None], prompts: Sequence[int], readers: Sequence[Answer] = ()) -> dict[str, Any]:
+def usage(done: Sequence[Completion], prompts: Sequence[int], readers: Sequence[Answer] = ()) -> dict[str, Any]:
     """The usage object. done: completion of each choice. prompts: index of each prompt's first choice, since a prompt
     counts once. readers: of the choices."""
     thoughts = sum(r.channel.tokens for r in readers if r.channel is not None)
-    ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
+    ended = [d.usage for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
     drafts = {}
@@ -173,7 +173,8 @@ class _Choices(Form):
             "system_fingerprint": head.fingerprint,
         }
         self._prompts = prompts
-        self.done: list[Completion | None] = [None] * count
+        self._count = count
+        self.done: dict[int, Completion] = {}
         self._generated = 0
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -190,11 +191,11 @@ class _Choices(Form):
         return out + DONE
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._whole(i) for i in range(len(self.done))]
+        choices = [self._whole(i) for i in range(self._count)]
         return {**self._same, "object": self.whole_object, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self.done, self._prompts, self._readers)
+        return usage([self.done[i] for i in range(self._count)], self._prompts, self._readers)
 
     @abstractmethod
     def _whole(self, index: int) -> dict[str, Any]:
@@ -231,7 +232,7 @@ class ChatForm(_Choices):
 
     def open(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._delta(i, first, None) for i in range(len(self.done)))
+        return b"".join(self._delta(i, first, None) for i in range(self._count))
 
     def push(self, item: Item) -> bytes:
         i = item.choice
@@ -258,8 +259,7 @@ class ChatForm(_Choices):
         return self._chunk({"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish})
 
     def _finish(self, index: int) -> str:
-        done = self.done[index]
-        word = FINISH[done.finish] if done is not None else "stop"
+        word = FINISH[self.done[index].finish]
         return "tool_calls" if word == "stop" and self._readers[index].calls else word
 
     def _whole(self, index: int) -> dict[str, Any]:
@@ -345,7 +345,8 @@ class CompletionForm(_Choices):
         self._logprobs = [None if head.top is None else _Logprobs(head, e) for e in echoes]
         if not begun:
             took = Timings(None, None, 0.0)
-            self.done = [Completion("", (), "length", None, Usage(e.tokens, 0, 0), took) for e in echoes]
+            for i, e in enumerate(echoes):
+                self.done[i] = Completion("", (), "length", None, Usage(e.tokens, 0, 0), took)
 
     def open(self) -> bytes:
         out = []
@@ -353,8 +354,8 @@ class CompletionForm(_Choices):
             kept = self._logprobs[i]
             if e.text or e.ids:
                 out.append(self._piece(i, e.text, kept.fields if kept is not None else None))
-            if (done := self.done[i]) is not None:
-                out.append(self._piece(i, "", None, FINISH[done.finish]))
+            if i in self.done:
+                out.append(self._piece(i, "", None, FINISH[self.done[i].finish]))
         return b"".join(out)
 
     def push(self, item: Item) -> bytes:
@@ -374,12 +375,12 @@ class CompletionForm(_Choices):
         return self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
 
     def _whole(self, index: int) -> dict[str, Any]:
-        done, kept = self.done[index], self._logprobs[index]
+        kept = self._logprobs[index]
         return {
             "index": index,
             "text": "".join(self._text[index]),
             "logprobs": kept.fields if kept is not None else None,
-            "finish_reason": FINISH[done.finish] if done is not None else "stop",
+            "finish_reason": FINISH[self.done[index].finish],
         }
 
 

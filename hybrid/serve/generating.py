@@ -18,13 +18,12 @@ from hybrid.serve.forms import Echo, Head, Tokens
 from hybrid.serve.http import until_gone
 from hybrid.serve.running import Job
 from hybrid.serve.schemas import LOOSER
-from hybrid.serve.service import Service
+from hybrid.serve.service import Service, Work
 from hybrid.serve.structured import Shape, answer_larks, schema_of
 from hybrid.serve.wire import ChatRequest, CompletionRequest, Sampled, SamplingFields
 
 if TYPE_CHECKING:
     from hybrid.engine.sampling import Constraint
-    from hybrid.model import Model
 
 DEFAULT_COMPLETION = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
@@ -44,17 +43,17 @@ class Asked:
 
 async def asked_chat(service: Service, request: Request, body: ChatRequest, names: Names = OPENAI) -> Asked:
     """Parse a chat request, or another API's as one. ApiError, with that API's names of fields."""
-    return await _named(service, request, names, _chat(service, request, body, *names.schemas))
+    return await _named(request, names, _chat(service, request, body, *names.schemas))
 
 
 async def asked_completion(service: Service, request: Request, body: CompletionRequest, names: Names = OPENAI) -> Asked:
     """As asked_chat, for a completion."""
-    return await _named(service, request, names, _completion(service, request, body, names.schemas[1]))
+    return await _named(request, names, _completion(service, request, body, names.schemas[1]))
 
 
-async def _named(service: Service, request: Request, names: Names, work: Awaitable[Asked]) -> Asked:
+async def _named(request: Request, names: Names, parsed: Awaitable[Asked]) -> Asked:
     try:
-        return await until_gone(request, work)
+        return await until_gone(request, parsed)
     except ApiError as error:
         error.param = names.of(error.param)
         raise
@@ -62,112 +61,113 @@ async def _named(service: Service, request: Request, names: Names, work: Awaitab
 
 async def _chat(service: Service, request: Request, body: ChatRequest, tool_place: str, answer_place: str) -> Asked:
     """Places: paths of a tool's schema (by its index) and of the answer's."""
-    model: Model = await service.use(request, body.model, embeds=False)
+    work = await service.use(request, body.model, embeds=False)
     n = body.n or 1
-    service.check_choices(n)
-    kind = service.tool_format(model)
+    _check_choices(service, n)
+    kind = work.tool_format
     schema = schema_of(body.response_format, answer_place)
     tools.check_schemas(body.tools, tool_place)
     offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
-    service.check_length(model, sum(len(m.text().strip()) for m in body.messages))
+    work.check_length(sum(len(m.text().strip()) for m in body.messages))
     messages, described = kind.turns(body.messages, offered)
-    text, guard = await service.written(request, model, messages, described, **thinking.template(body))
-    ids = await service.encode(request, model, text, guard=guard)
+    text, guard = await work.written(messages, described, **thinking.template(body))
+    ids = await work.encode(text, guard=guard)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    shared = _shared(service, model, body, asked, top)
+    shared = _shared(work, body, asked, top)
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
     notes += ["nothing is stored"] if body.store else []
-    tokenizer = model.checkpoint.tokenizer
+    tokenizer = work.model.checkpoint.tokenizer
     channel = thinking.channel_of(tokenizer, ids)
     if channel is None and body.reasoning_effort not in (None, "none"):
         notes.append("this model does not think, whatever the effort")
     if offered is None:
-        constraints = await _of_answer(service, request, model, schema, n)
+        constraints = await _of_answer(work, schema, n)
     else:
         try:
-            constraints = await service.constraints(request, model, kind.larks(offered, schema), "tools", n)
+            constraints = await work.constraints(kind.larks(offered, schema), "tools", n)
         except ApiError as error:
-            raise await _of_tool(service, request, model, body, offered, tool_place, error) from None
+            raise await _of_tool(work, body, offered, tool_place, error) from None
     if constraints[0] is not None and constraints[0].which:
         how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
         notes.append(f"a schema is followed {how}")
     choices = [_choice(shared, i, constraints[i]) for i in range(n)]
-    jobs = [Job(ids, own) for own in thinking.bounded(model, body, ids, channel, choices)]
+    jobs = [Job(ids, own) for own in thinking.bounded(work.model, body, ids, channel, choices)]
     readers = [Answer(tokenizer, copy(channel), None if offered is None else kind.reader(offered)) for _ in range(n)]
-    return Asked(jobs, _head(service, model, body, top, len(ids)), readers, notes, [])
+    return Asked(jobs, _head(work, body, top, len(ids)), readers, notes, [])
 
 
-async def _of_answer(service: Service, request: Request, model: Model, schema: Shape, n: int) -> list[Any]:
+async def _of_answer(work: Work, schema: Shape, n: int) -> list[Any]:
     """Constraints of n answers with a schema; None without one."""
     wanted, strict = schema
     if wanted is None:
         return [None] * n
-    return await service.constraints(request, model, answer_larks(wanted, strict), "response_format", n)
+    return await work.constraints(answer_larks(wanted, strict), "response_format", n)
 
 
-async def _of_tool(
-    service: Service,
-    request: Request,
-    model: Model,
-    body: ChatRequest,
-    offered: tools.Offer,
-    place: str,
-    error: ApiError,
-) -> ApiError:
+async def _of_tool(work: Work, body: ChatRequest, offered: tools.Offer, place: str, error: ApiError) -> ApiError:
     """The error of a refused grammar, attributed to the first strict tool with a schema that is refused by itself."""
     for n, tool in enumerate(body.tools or ()):
         if error.code != "invalid_schema" or tool.function is None or not tool.function.strict:
             continue
         alone = tools.Offer([tool.function], required=True, several=offered.several)
-        larks = service.tool_format(model).larks(alone, (None, False))
         try:
-            await service.constraints(request, model, larks, "tools", 1)
+            await work.constraints(work.tool_format.larks(alone, (None, False)), "tools", 1)
         except ApiError as found:
             return tools.of_tool(tool.function, found, place.format(n))
     return error
 
 
 async def _completion(service: Service, request: Request, body: CompletionRequest, answer_place: str) -> Asked:
-    model: Model = await service.use(request, body.model, embeds=False)
-    n = body.n or 1
+    work = await service.use(request, body.model, embeds=False)
+    n, top = body.n or 1, body.logprobs
     asked = _prompts(body)
-    service.check_choices(n * len(asked))
+    _check_choices(service, n * len(asked))
     schema = schema_of(body.response_format, answer_place)
     prompts: list[list[int]] = []
     for prompt in asked:
         if isinstance(prompt, str):
-            ids = await service.encode(request, model, prompt)
+            ids = await work.encode(prompt)
         else:
-            service.check_count(model, len(prompt))
-            check_ids(prompt, model, "prompt")
+            work.check_ids(prompt, "prompt", most=work.most)
             ids = prompt
         if not ids:
             raise bad_request("a prompt is empty", "prompt", "invalid_value")
         prompts.append(ids)
     jobs: list[Job] = []
     echoes: list[Echo] = []
-    top = body.logprobs
     for prompt, ids in zip(asked, prompts, strict=True):
         echo = Echo(len(ids))
         if body.echo:
-            known = await service.prompt_logprobs(request, model, ids, top) if top is not None else []
-            echo = Echo(len(ids), prompt if isinstance(prompt, str) else model.decode(ids), ids, known)
+            known = await work.prompt_logprobs(ids, top) if top is not None else []
+            echo = Echo(len(ids), prompt if isinstance(prompt, str) else work.model.decode(ids), ids, known)
         echoes += [echo] * n
         if body.max_tokens == 0:
             continue
-        shared = _shared(service, model, body, body.max_tokens, top, DEFAULT_COMPLETION)
-        constraints = await _of_answer(service, request, model, schema, n)
+        shared = _shared(work, body, body.max_tokens, top, DEFAULT_COMPLETION)
+        constraints = await _of_answer(work, schema, n)
         jobs += [Job(ids, _choice(shared, i, constraints[i])) for i in range(n)]
-    readers = [Answer(model.checkpoint.tokenizer, None, None) for _ in jobs]
-    return Asked(jobs, _head(service, model, body, top, sum(map(len, prompts))), readers, [], echoes)
+    readers = [Answer(work.model.checkpoint.tokenizer, None, None) for _ in jobs]
+    return Asked(jobs, _head(work, body, top, sum(map(len, prompts))), readers, [], echoes)
 
 
-def _head(service: Service, model: Model, body: Sampled, top: int | None, prompt_tokens: int) -> Head:
-    asked = body.stream_options
+def _check_choices(service: Service, n: int) -> None:
+    most = service.settings.max_choices
+    if n > most:
+        raise bad_request(f"a request may have {most} choices here (n times its prompts), not {n}", "n")
+
+
+def _prompts(body: CompletionRequest) -> list[Any]:
+    """A request's prompts, as text or ids."""
+    prompt: Any = body.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+def _head(work: Work, body: Sampled, top: int | None, prompt_tokens: int) -> Head:
+    asked, model = body.stream_options, work.model
     return Head(
-        service.name(model),
-        service.fingerprint(model),
+        work.service.name(model),
+        work.service.fingerprint(model),
         Tokens(model.checkpoint.tokenizer),
         top,
         frozenset() if body.ignore_eos else model.eos_ids,
@@ -177,39 +177,27 @@ def _head(service: Service, model: Model, body: Sampled, top: int | None, prompt
     )
 
 
-def check_ids(ids: list[int], model: Model, param: str) -> None:
-    vocab = model.hparams.vocab
-    if ids and not (min(ids) >= 0 and max(ids) < vocab):
-        raise bad_request(f"token ids are 0 to {vocab - 1}", param, "invalid_value")
-
-
-def _prompts(body: CompletionRequest) -> list[Any]:
-    """A request's prompts, as text or ids."""
-    prompt: Any = body.prompt
-    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
-
-
 def _shared(
-    service: Service, model: Model, body: Sampled, asked: int | None, top: int | None, default: int | None = None
+    work: Work, body: Sampled, asked: int | None, top: int | None, default: int | None = None
 ) -> dict[str, Any]:
     """Options of Model.submit that all choices of a request share. asked: tokens of an answer, within the server's limit;
     without it `default`, or to the end of the context. top: of top_logprobs, None without logprobs."""
-    settings, context = service.settings, model.engine.cache.ctx
+    settings, context = work.service.settings, work.model.engine.cache.ctx
     most = settings.max_tokens or context
     wanted = asked if asked is not None else min(default or context, most)
     if wanted > most and settings.max_tokens:
         raise bad_request(f"this server generates at most {most} tokens, not {wanted}", "max_tokens", "invalid_value")
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    for said in (model.checkpoint.generation, body):  # what the checkpoint recommends, and the request
+    for said in (work.model.checkpoint.generation, body):  # what the checkpoint recommends, and the request
         given = {name: getattr(said, name, None) for name in SamplingFields.model_fields}
         options |= {name: value for name, value in given.items() if value is not None}
     options["top_k"] = max(options["top_k"], 0)
-    options["seed"] = service.seeds.getrandbits(63) if body.seed is None else body.seed % 2**64
+    options["seed"] = work.service.seeds.getrandbits(63) if body.seed is None else body.seed % 2**64
     options["stop"] = body.stop or ()
     if options["top_p"] == 0:
         options |= {"top_p": 1.0, "temperature": 0.0}
     if body.logit_bias:
-        options["logit_bias"] = _biases(body.logit_bias, model.hparams.vocab)
+        options["logit_bias"] = _biases(body.logit_bias, work.model.hparams.vocab)
     if top is not None:
         options["logprobs"] = max(top, 1)
     return {**options, "max_tokens": min(wanted, context), "deadline": settings.total}

@@ -16,27 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid.serve.errors import ApiError, internal, unavailable
-from hybrid.serve.http import refused
+from hybrid.serve.http import STREAMED, refused
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.settings import Settings
 
 OPEN = ("/", "/dashboard", "/health", "/ready")
 """Paths without an API key, besides those under /page/: static pages and health checks."""
-COUNTED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/api/chat",
-    "/api/generate",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/api/embed",
-    "/api/embeddings",
-    "/tokenize",
-    "/detokenize",
-)
+EMBEDDING = ("/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings")
+COUNTED = (*STREAMED, *EMBEDDING, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+"""Paths whose requests are counted."""
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

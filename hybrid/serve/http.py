@@ -93,6 +93,11 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and JSON objects one a line."""
+STREAMED = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), EVENTS),
+    **dict.fromkeys(("/api/chat", "/api/generate"), LINES),
+}
+"""The endpoints that stream, with the type of their streams."""
 
 
 class EventStream(StreamingResponse):

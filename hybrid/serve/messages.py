@@ -286,35 +286,28 @@ class MessagesForm(PartsForm):
         return named_event("message_start", message=self.whole())
 
     def close(self) -> bytes:
-        reason, sequence = self._stop()
-        ended = named_event(
-            "message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=self._usage()
-        )
+        ended = named_event("message_delta", delta=self._stop(), usage=self._usage())
         return ended + named_event("message_stop")
 
     def whole(self) -> dict[str, Any]:
-        reason, sequence = self._stop()
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self.head.model,
             "content": self.parts,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
+            **self._stop(),
             "usage": self._usage(),
         }
 
-    def _stop(self) -> tuple[str | None, str | None]:
-        """(stop_reason, stop_sequence)."""
-        if self.done is None:
-            return None, None
-        finish = self.done.finish
-        if finish == "eos":
-            return "tool_use" if self.reader.calls else "end_turn", None
-        if finish == "stop":
-            return "stop_sequence", self.done.stopped
-        return "model_context_window_exceeded" if finish == "context" else "max_tokens", None
+    def _stop(self) -> dict[str, str | None]:
+        reason = sequence = None
+        if self.done is not None:
+            eos = "tool_use" if self.reader.calls else "end_turn"
+            known = {"eos": eos, "stop": "stop_sequence", "context": "model_context_window_exceeded"}
+            reason = known.get(self.done.finish, "max_tokens")
+            sequence = self.done.stopped if self.done.finish == "stop" else None
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
         """Cached tokens, known at the end, are no part of input_tokens."""

@@ -42,7 +42,6 @@ from hybrid.serve.wire import (
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
     from hybrid.engine.request import Completion
-    from hybrid.model import Model
 
 
 NAMES = Names(
@@ -268,7 +267,7 @@ def router(service: Service) -> APIRouter:
 
     @r.post("/api/chat", summary="Ollama: an answer to a conversation")
     async def chat(body: OllamaChat, request: Request) -> Response:
-        model: Model = await service.use(request, body.model or None, embeds=False)
+        model = (await service.use(request, body.model or None, embeds=False)).model
         if not body.messages:
             return loaded(body.model or service.name(model), chat=True)
         a = await asked_chat(service, request, body.chat(), NAMES)
@@ -279,7 +278,7 @@ def router(service: Service) -> APIRouter:
     @r.post("/api/generate", summary="Ollama: an answer to a prompt, or its continuation with raw")
     async def generate(body: OllamaGenerate, request: Request) -> Response:
         body.check()
-        model: Model = await service.use(request, body.model or None, embeds=False)
+        model = (await service.use(request, body.model or None, embeds=False)).model
         if not body.prompt:
             return loaded(body.model or service.name(model), chat=False)
         context = model.engine.cache.ctx
@@ -446,8 +445,7 @@ class OllamaForm(Form):
 
     def _end(self) -> dict[str, Any]:
         """The last object's own fields; durations in nanoseconds."""
-        if self._done is None:
-            return {"done": True, "done_reason": "stop"}
+        assert self._done is not None
         used, took = self._done.usage, self._done.timings
         queued = took.queued or 0.0
         first = took.first_token if took.first_token is not None else took.total

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from hybrid.serve.errors import ANTHROPIC, OLLAMA
-from hybrid.serve.http import EVENTS, LINES
+from hybrid.serve.http import STREAMED
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -30,10 +30,6 @@ REFUSALS = {
     "429": "The queue is full; Retry-After says when to try again",
     "499": "The client disconnected",
     "503": "The model is being loaded or cannot be, its device was lost, or the server is stopping",
-}
-STREAMED = {
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), EVENTS),
-    **dict.fromkeys(("/api/chat", "/api/generate"), LINES),
 }
 
 

@@ -297,9 +297,7 @@ class ResponsesForm(PartsForm):
 
     def open(self) -> bytes:
         response = self._object("in_progress")
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        return b"".join(self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress"))
 
     def close(self) -> bytes:
         whole = self.whole()

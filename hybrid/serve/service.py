@@ -59,11 +59,11 @@ class Service:
             backend.forget = self._forget
         self.seeds = Random(settings.seed)
         """Seeds of requests without one, reproducible by the server's base seed."""
-        self._texts = FairPool("texts")
-        self._templates = FairPool("templates", 4)
-        self._grammars = FairPool("grammars", 2)
-        self._scores = FairPool("scores")
-        self._embeddings = FairPool("embeddings", 32)
+        self.texts = FairPool("texts")
+        self.templates = FairPool("templates", 4)
+        self.grammars = FairPool("grammars", 2)
+        self.scores = FairPool("scores")
+        self.embeddings = FairPool("embeddings", 32)
         self._compiled: dict[Model, Grammars] = {}
         self._fingerprints: dict[Model, str] = {}
 
@@ -89,15 +89,14 @@ class Service:
         if found is None:
             has = "one model," if alone else "the models"
             names = ", ".join(f"'{name}'" for name in known)
-            raise ApiError(
-                404, f"this server has {has} {names} (GET /v1/models)", code="model_not_found", param="model"
-            )
+            message = f"this server has {has} {names} (GET /v1/models)"
+            raise ApiError(404, message, code="model_not_found", param="model")
         return found
 
-    async def use(self, request: Request, asked: str | None, embeds: bool | None = None) -> Any:
-        """The model of this name, or the first: a hybrid.model.Model, or a hybrid.embedding.EmbeddingModel. embeds: whether
-        it must be that one or the other. It stays loaded until the request ends; a request has one model, whatever it asks
-        for later. One of several is loaded now if it is not. ApiError 400 for the other kind, 404, 429, 499 or 503."""
+    async def use(self, request: Request, asked: str | None, embeds: bool | None = None) -> Work:
+        """A request's work with the model of this name, or the first. embeds: whether it must make embeddings, or must not.
+        The model stays loaded until the request ends; a request has one, whatever it asks for later. One of several is
+        loaded now if it is not. ApiError 400 for the other kind, 404, 429, 499 or 503."""
         backend = request.scope[USE].backend if USE in request.scope else self.find(asked)
         if embeds is not None and self.models.embeds(backend) != embeds:
             raise bad_request(_WRONG_KIND[embeds], "model")
@@ -108,7 +107,7 @@ class Service:
             use.granted.result()
         else:
             await until_gone(request, use.granted)
-        return use.backend.model
+        return Work(self, request, use.backend.model)
 
     def name(self, model: Model | EmbeddingModel) -> str:
         """The model's name in requests."""
@@ -123,53 +122,20 @@ class Service:
             self._fingerprints[model] = f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
         return self._fingerprints[model]
 
-    def most(self, model: Model) -> int:
-        """Most tokens of a prompt."""
-        ctx = model.engine.cache.ctx
-        return min(self.settings.max_prompt or ctx, ctx)
+    def compiled(self, model: Model) -> Grammars:
+        """The grammars of a model."""
+        if model not in self._compiled:
+            self._compiled[model] = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
+        return self._compiled[model]
 
-    async def encode(
-        self,
-        request: Request,
-        model: Model,
-        text: str,
-        *,
-        bos: bool = True,
-        guard: str | None = None,
-        bounded: bool = True,
-    ) -> list[int]:
-        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. bounded: ApiError
-        400 as soon as the text is known to be too long."""
-        if bounded:
-            self.check_length(model, len(text) - (text.count(guard) if guard else 0))
-        parts = model.checkpoint.tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
-        joined = _joined(parts, self.most(model) if bounded else None)
-        return await self._texts.run(self._client(request), joined, len(text))
+    def client(self, request: Request) -> str:
+        """The client's identity for fair scheduling: the API key if keys are required, else the peer address."""
+        address = request.client.host if request.client is not None else ""
+        return key_of(request.headers) if self.settings.keys else address
 
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
         """Run a long call in the text thread."""
-        return await self._texts.call(self._client(request), work, *args)
-
-    async def written(
-        self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None, **how: Any
-    ) -> tuple[str, str]:
-        """Render a conversation with the model's chat template: (text, guard) for `encode`. how: of chat.written."""
-        c = model.checkpoint
-        template = (c.tool_template if tools is not None else None) or c.chat_template
-        return await self._templates.call(
-            self._client(request), partial(chat.written, **how), c.tokenizer, messages, template, False, tools
-        )
-
-    def check_length(self, model: Model, characters: int) -> None:
-        """ApiError 400 for a text with too many tokens under every tokenisation, by the longest token's length."""
-        most, least = self.most(model), characters // model.checkpoint.tokenizer.longest
-        if least > most:
-            raise _too_long(f"at least {least}", most)
-
-    def check_count(self, model: Model, tokens: int) -> None:
-        """ApiError 400 for a prompt with too many tokens."""
-        if tokens > (most := self.most(model)):
-            raise _too_long(str(tokens), most)
+        return await self.texts.call(self.client(request), work, *args)
 
     def template(self, c: Checkpoint) -> str | None:
         """The chat template in use, or None."""
@@ -177,57 +143,6 @@ class Service:
             return chat.template_of(c.tokenizer, c.chat_template)
         except chat.ChatError:
             return None
-
-    def tool_format(self, model: Model) -> Format:
-        """The tool-call format of the model's family: marked if vocabulary and template have the marks."""
-        c = model.checkpoint
-        return marked(c.tokenizer, c.tool_template or c.chat_template or "") or JSON
-
-    async def constraints(
-        self, request: Request, model: Model, grammars: Sequence[str], param: str, n: int
-    ) -> list[GrammarConstraint]:
-        """n constraints of the first of several grammars that compiles. ApiError 400, naming `param`; 429."""
-        if model not in self._compiled:
-            self._compiled[model] = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
-        known = self._compiled[model]
-
-        def made() -> list[GrammarConstraint]:
-            first = known.constraint(grammars, param)
-            return [first, *(first.copy() for _ in range(n - 1))]
-
-        return await self._grammars.call(self._client(request), made)
-
-    async def prompt_logprobs(
-        self, request: Request, model: Model, ids: Sequence[int], top: int
-    ) -> list[TokenLogprob | None]:
-        """Log probability of each prompt token given the previous ones, as in `hybrid.perplexity`; None for the
-        first."""
-        return await self._on_device(request, model, self._scores, _prompt_logprobs, model, ids, top)
-
-    async def embedded(self, request: Request, model: EmbeddingModel, work: Callable[[], T]) -> T:
-        """Run a call of an embedding model's engine: the texts of several share its passes."""
-        return await self._on_device(request, model, self._embeddings, work)
-
-    async def _on_device(self, request: Request, model: Any, pool: FairPool, work: Callable[..., T], *args: Any) -> T:
-        """Run a call that reports a loss of the model's device by its error alone."""
-        try:
-            return await pool.call(self._client(request), work, *args)
-        except ApiError as error:
-            if error.code == "device_lost":
-                request.scope[USE].backend.lost(model, DeviceLost(error.message))
-            raise
-
-    def _client(self, request: Request) -> str:
-        """The client's identity for fair scheduling: the API key if keys are required, else the peer address."""
-        address = request.client.host if request.client is not None else ""
-        return key_of(request.headers) if self.settings.keys else address
-
-    def check_choices(self, n: int) -> None:
-        """ApiError 400 for too many choices."""
-        if n > self.settings.max_choices:
-            raise bad_request(
-                f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n"
-            )
 
     async def answer(
         self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, notes: Iterable[str] = ()
@@ -266,8 +181,89 @@ class Service:
         except Exception as error:
             request.scope[OUTCOME] = "failed"
             yield form.fail(internal(error))
-        finally:
-            feed.cancel()
+
+
+class Work:
+    """A request's work with its model: a hybrid.model.Model, or a hybrid.embedding.EmbeddingModel."""
+
+    def __init__(self, service: Service, request: Request, model: Any) -> None:
+        self.service, self.request, self.model = service, request, model
+        self._client = service.client(request)
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a prompt."""
+        ctx: int = self.model.engine.cache.ctx
+        return min(self.service.settings.max_prompt or ctx, ctx)
+
+    def check_length(self, characters: int) -> None:
+        """ApiError 400 for a text with too many tokens under every tokenisation, by the longest token's length."""
+        least = characters // self.model.checkpoint.tokenizer.longest
+        if least > self.most:
+            raise _too_long(f"at least {least}", self.most)
+
+    def check_ids(self, ids: list[int], param: str, most: int | None = None) -> None:
+        """ApiError 400 for too many ids, or ids that are no tokens."""
+        if most is not None and len(ids) > most:
+            raise _too_long(str(len(ids)), most)
+        vocab = self.model.hparams.vocab
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            raise bad_request(f"token ids are 0 to {vocab - 1}", param, "invalid_value")
+
+    async def encode(self, text: str, *, bos: bool = True, guard: str | None = None, bounded: bool = True) -> list[int]:
+        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. bounded: ApiError
+        400 as soon as the text is known to be too long."""
+        if bounded:
+            self.check_length(len(text) - (text.count(guard) if guard else 0))
+        encode = self.model.checkpoint.tokenizer.encode_parts
+        parts = encode(text, bos and guard is None, guard is not None, guard or "")
+        joined = _joined(parts, self.most if bounded else None)
+        return await self.service.texts.run(self._client, joined, len(text))
+
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
+        """Run a long call in the text thread."""
+        return await self.service.aside(self.request, work, *args)
+
+    async def written(self, messages: Sequence[Any], tools: Any = None, **how: Any) -> tuple[str, str]:
+        """Render a conversation with the model's chat template: (text, guard) for `encode`. how: of chat.written."""
+        c = self.model.checkpoint
+        template = (c.tool_template if tools is not None else None) or c.chat_template
+        work = partial(chat.written, c.tokenizer, messages, template, False, tools, **how)
+        return await self.service.templates.call(self._client, work)
+
+    @property
+    def tool_format(self) -> Format:
+        """The tool-call format of the model's family: marked if vocabulary and template have the marks."""
+        c = self.model.checkpoint
+        return marked(c.tokenizer, c.tool_template or c.chat_template or "") or JSON
+
+    async def constraints(self, grammars: Sequence[str], param: str, n: int) -> list[GrammarConstraint]:
+        """n constraints of the first of several grammars that compiles. ApiError 400, naming `param`; 429."""
+        known = self.service.compiled(self.model)
+
+        def made() -> list[GrammarConstraint]:
+            first = known.constraint(grammars, param)
+            return [first, *(first.copy() for _ in range(n - 1))]
+
+        return await self.service.grammars.call(self._client, made)
+
+    async def prompt_logprobs(self, ids: Sequence[int], top: int) -> list[TokenLogprob | None]:
+        """Log probability of each prompt token given the previous ones, as in `hybrid.perplexity`; None for the
+        first."""
+        return await self._on_device(self.service.scores, _prompt_logprobs, self.model, ids, top)
+
+    async def embedded(self, work: Callable[[], T]) -> T:
+        """Run a call of an embedding model's engine: the texts of several share its passes."""
+        return await self._on_device(self.service.embeddings, work)
+
+    async def _on_device(self, pool: FairPool, work: Callable[..., T], *args: Any) -> T:
+        """Run a call that reports a loss of the model's device by its error alone."""
+        try:
+            return await pool.call(self._client, work, *args)
+        except ApiError as error:
+            if error.code == "device_lost":
+                self.request.scope[USE].backend.lost(self.model, DeviceLost(error.message))
+            raise
 
 
 def note(parts: Iterable[str]) -> dict[str, str]:
@@ -287,9 +283,8 @@ def _joined(parts: Iterable[list[int]], most: int | None) -> Parts[list[int]]:
 
 
 def _too_long(count: str, most: int) -> ApiError:
-    return bad_request(
-        f"the prompt has {count} tokens, and this server takes {most}: shorten it", code="context_length_exceeded"
-    )
+    message = f"the prompt has {count} tokens, and this server takes {most}: shorten it"
+    return bad_request(message, code="context_length_exceeded")
 
 
 _ROWS = 16
