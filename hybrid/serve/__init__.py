@@ -170,10 +170,8 @@ def _inside(path: Path) -> list[Path]:
     found = models_in(path)
     kept = [one for one in found if not _is_passed_over(one)]
     if not kept:
-        what = (
-            f"none of its {len(found)} models can be served" if found else "it holds no .gguf file or model directory"
-        )
-        raise ValueError(f"{path}: {what}")
+        refused, empty = f"none of its {len(found)} models can be served", "it holds no .gguf file or model directory"
+        raise ValueError(f"{path}: {refused if found else empty}")
     return kept
 
 

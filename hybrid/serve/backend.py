@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +11,7 @@ from hybrid.cli import LOST, describe
 from hybrid.core import garbage
 from hybrid.core.errors import DeviceLost
 from hybrid.devices.energy import meter_for
-from hybrid.serve.errors import unavailable
+from hybrid.serve.errors import log, unavailable
 from hybrid.serve.power import Joules
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Backend:
             self.state = "away"
         await self._free()
         await asyncio.to_thread(_collect)
-        print(f"put away: {self.name}", file=sys.stderr, flush=True)
+        log(f"put away: {self.name}")
 
     async def settled(self) -> None:
         """Wait for a running load: a thread cannot be cancelled."""
@@ -130,7 +129,7 @@ class Backend:
         self.loads += 1
         if self.state != "stopping":
             self.state = "ready"
-        print(f"ready: {model.checkpoint.name} on {model.device}", file=sys.stderr, flush=True)
+        log(f"ready: {model.checkpoint.name} on {model.device}")
 
     def lost(self, model: Model, error: DeviceLost) -> None:
         """Handle a device loss that a request of `model` reports; only the first report counts."""
@@ -141,7 +140,7 @@ class Backend:
         if self._on_loss == "exit":
             self._end(LOST, f"error: the device was lost: {describe(error)}")
             return
-        print(f"the device was lost ({describe(error)}): loading the model again", file=sys.stderr, flush=True)
+        log(f"the device was lost ({describe(error)}): loading the model again")
         self._task = asyncio.get_running_loop().create_task(self._again(model))
 
     async def _again(self, old: Model) -> None:
@@ -149,7 +148,7 @@ class Backend:
         try:
             await asyncio.to_thread(self._closed, old)
         except Exception as error:  # the device's memory is lost anyway
-            print(f"error while closing the lost model: {describe(error)}", file=sys.stderr, flush=True)
+            log(f"error while closing the lost model: {describe(error)}")
         said = ""
         for wait in self._waits:
             await asyncio.sleep(wait)
@@ -157,7 +156,7 @@ class Backend:
                 model = await asyncio.to_thread(self._loaded_and_kept)
             except Exception as error:
                 said = describe(error)
-                print(f"loading again failed: {said}", file=sys.stderr, flush=True)
+                log(f"loading again failed: {said}")
             else:
                 self._take(model)
                 return

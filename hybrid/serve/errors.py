@@ -138,6 +138,11 @@ def from_engine(error: BaseException) -> ApiError:
     return internal(error)
 
 
+def log(line: str) -> None:
+    """Write a line of the server's log, which is standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def printable(text: str, most: int = 500) -> str:
     """Text for one log line, without line breaks and control characters."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split())[:most])
@@ -145,7 +150,7 @@ def printable(text: str, most: int = 500) -> str:
 
 def internal(error: BaseException) -> ApiError:
     """A 500 response; logs the error."""
-    print(f"error: internal: {type(error).__name__}: {printable(str(error))}", file=sys.stderr, flush=True)
+    log(f"error: internal: {type(error).__name__}: {printable(str(error))}")
     return ApiError(500, "the server failed on this request; its log says how", "server_error", code="internal_error")
 
 

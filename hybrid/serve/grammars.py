@@ -77,7 +77,6 @@ class Grammars:
         key = (grammars,) if isinstance(grammars, str) else tuple(grammars)
         try:
             made = self._grammar(key).constraint()
-            made.ready(MASK_SECONDS)
             made.mask()
         except InvalidSchema as error:
             raise bad_request(str(error), param, "invalid_schema") from None
@@ -108,7 +107,9 @@ class Grammars:
             self._evict()
             if sum(g.memory for g in self._all if g.alive) > LIVE_MEMORY:
                 raise busy("structured answers take all the memory that this server gives them: try again later", 5.0)
-            source = self._running()
+            if self._source is None or not self._source.alive:
+                self._source = _Source(self._tokenizer)
+            source = self._source
         made = Grammar(source, self._ends, self._vocab)
         made.compile(key)
         with self._lock:
@@ -116,11 +117,6 @@ class Grammars:
             self._kept[key] = made
             self._evict()
         return made
-
-    def _running(self) -> _Source:
-        if self._source is None or not self._source.alive:
-            self._source = _Source(self._tokenizer)
-        return self._source
 
     def _evict(self) -> None:
         """Evict the least recently used grammars without sequences, down to the limits."""

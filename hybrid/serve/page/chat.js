@@ -190,17 +190,9 @@ function copyButton(turn) {
 }
 
 async function copy(text) {
-  const done = await copied(text);
+  // The clipboard API requires https or a loopback address.
+  const done = (await navigator.clipboard?.writeText(text).then(() => true, () => false)) || copiedFromField(text);
   say(done ? "Copied." : "Could not copy: select the text by hand.", !done);
-}
-
-async function copied(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch { // the clipboard API requires https or a loopback address
-    return copiedFromField(text);
-  }
 }
 
 function copiedFromField(text) {

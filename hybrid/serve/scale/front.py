@@ -75,9 +75,8 @@ class Front:
             return Json({"status": "alive", "replicas": len(self._replicas), "down": sorted(self._down)})
         if request.method == "GET" and path == "/metrics":
             return await self._metrics(request)
-        return await self._forward(
-            Call(request.method, path, request.scope["query_string"], tuple(request.headers.raw), body)
-        )
+        headers = tuple(request.headers.raw)
+        return await self._forward(Call(request.method, path, request.scope["query_string"], headers, body))
 
     async def close(self) -> None:
         for task in self._down.values():
