@@ -342,7 +342,7 @@ class CompletionForm(_Choices):
         super().__init__(head, len(echoes), range(0, len(echoes), n))
         self._echoes = echoes
         self._text = [[e.text] for e in echoes]
-        self._logprobs = [None if head.top is None else _Logprobs(head, e) for e in echoes]
+        self._rows = [_Rows(head, e) for e in echoes]
         if not begun:
             took = Timings(None, None, 0.0)
             for i, e in enumerate(echoes):
@@ -351,72 +351,62 @@ class CompletionForm(_Choices):
     def open(self) -> bytes:
         out = []
         for i, e in enumerate(self._echoes):
-            kept = self._logprobs[i]
             if e.text or e.ids:
-                out.append(self._piece(i, e.text, kept.fields if kept is not None else None))
+                out.append(self._piece(i, e.text, self._rows[i].all))
             if i in self.done:
                 out.append(self._piece(i, "", None, FINISH[self.done[i].finish]))
         return b"".join(out)
 
     def push(self, item: Item) -> bytes:
-        i, kept = item.choice, self._logprobs[item.choice]
+        i = item.choice
         self._generated += sum(len(e.ids) for e in item.events)
         text = "".join(e.text for e in item.events)
-        # An entry for every token, end-of-text included: clients rely on it.
-        fresh = kept.more([p for e in item.events for p in e.logprobs or ()]) if kept is not None else None
         self._text[i].append(text)
-        out = self._piece(i, text, fresh) if text or (fresh and fresh["tokens"]) else b""
+        # An entry for every token, end-of-text included: clients rely on it.
+        fresh = self._rows[i].more([p for e in item.events for p in e.logprobs or ()])
+        out = self._piece(i, text, fresh) if text or fresh else b""
         if item.done is not None:
             self.done[i] = item.done
             out += self._piece(i, "", None, FINISH[item.done.finish])
         return out
 
-    def _piece(self, index: int, text: str, logprobs: dict[str, list[Any]] | None, finish: str | None = None) -> bytes:
-        return self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
+    def _piece(self, index: int, text: str, rows: list[_Row] | None, finish: str | None = None) -> bytes:
+        return self._chunk(self._choice(index, text, rows, finish))
+
+    def _choice(self, index: int, text: str, rows: list[_Row] | None, finish: str | None) -> dict[str, Any]:
+        shown = None
+        if rows is not None and self.head.top is not None:
+            shown = {name: [row[n] for row in rows] for n, name in enumerate(_ROW)}
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": finish}
 
     def _whole(self, index: int) -> dict[str, Any]:
-        kept = self._logprobs[index]
-        return {
-            "index": index,
-            "text": "".join(self._text[index]),
-            "logprobs": kept.fields if kept is not None else None,
-            "finish_reason": FINISH[self.done[index].finish],
-        }
+        return self._choice(index, "".join(self._text[index]), self._rows[index].all, FINISH[self.done[index].finish])
 
 
-class _Logprobs:
-    """The logprobs object of a completion, with those of an echoed prompt first."""
+_ROW = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_Row = tuple[str, float | None, dict[str, float] | None, int]
+"""Of a token in the logprobs object of a completion."""
+
+
+class _Rows:
+    """Rows of a completion's tokens, those of an echoed prompt first. Without logprobs there are none."""
 
     def __init__(self, head: Head, echo: Echo) -> None:
         self._tokens, self._top = head.tokens, head.top
         self._text = head.tokens.decoder()
         self._at = 0 if echo.ids else len(echo.text)
-        self.fields: dict[str, list[Any]] = _empty()
-        for token, known in zip(echo.ids, echo.logprobs, strict=False):
-            self._add(self.fields, token, known)
+        self.all = [self._row(*of) for of in zip(echo.ids, echo.logprobs, strict=False)]
 
-    def more(self, found: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """The logprobs fields of the next tokens."""
-        fresh = _empty()
-        for p in found:
-            self._add(fresh, p.id, p)
-        for key, values in fresh.items():
-            self.fields[key] += values
+    def more(self, found: Sequence[TokenLogprob]) -> list[_Row]:
+        """The rows of the next tokens."""
+        fresh = [self._row(p.id, p) for p in found]
+        self.all += fresh
         return fresh
 
-    def _add(self, fields: dict[str, list[Any]], token: int, known: TokenLogprob | None) -> None:
-        name = self._tokens.name
-        fields["tokens"].append(name(token))
-        fields["token_logprobs"].append(None if known is None else finite(known.logprob))
-        top = (
-            None
-            if known is None
-            else {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
-        )
-        fields["top_logprobs"].append(top)
-        fields["text_offset"].append(self._at)
+    def _row(self, token: int, known: TokenLogprob | None) -> _Row:
+        name, at = self._tokens.name, self._at
         self._at += len(self._text.push(token))
-
-
-def _empty() -> dict[str, list[Any]]:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if known is None:
+            return name(token), None, None, at
+        top = {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
+        return name(token), finite(known.logprob), top, at

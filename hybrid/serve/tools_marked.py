@@ -158,30 +158,26 @@ def _quoted(text: str) -> str:
     return f"quote {literal(text)} quote" if text else "quote quote"
 
 
-def lark_with(family: Family, marks: Mapping[str, int]) -> Any:
-    """The `lark` function for a tokenizer with the family's marks at these ids."""
-
-    def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
-        rules = _Rules(marks[family.quote])
-        calls = []
-        for t in offer.tools:
-            arguments = rules.of(offer.arguments(t)[0])
-            calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
-        begin, end = marks[family.open], marks[family.close]
-        rules.lines.append(f"call: <[{begin}]> ({' | '.join(calls)}) <[{end}]>")
-        several = f"call{{1,{MOST_CALLS}}}" if offer.several else "call"
-        schema, strict = answer
-        if offer.required:
-            start = several
-        elif schema is None:
-            start = f"TEXT ({several})?"
-            rules.lines.append(r"TEXT: /(?s:.*)/")
-        else:
-            start = f"{several} | answer"
-            rules.lines.append(f"answer: {json_rule(schema, strict=strict)}")
-        return "\n".join([f"start: {start}", *rules.lines])
-
-    return lark
+def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool], family: Family, marks: Mapping[str, int]) -> str:
+    """The grammar of an answer, for a tokenizer with the family's marks at these ids."""
+    rules = _Rules(marks[family.quote])
+    calls = []
+    for t in offer.tools:
+        arguments = rules.of(offer.arguments(t)[0])
+        calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
+    begin, end = marks[family.open], marks[family.close]
+    rules.lines.append(f"call: <[{begin}]> ({' | '.join(calls)}) <[{end}]>")
+    several = f"call{{1,{MOST_CALLS}}}" if offer.several else "call"
+    schema, strict = answer
+    if offer.required:
+        start = several
+    elif schema is None:
+        start = f"TEXT ({several})?"
+        rules.lines.append(r"TEXT: /(?s:.*)/")
+    else:
+        start = f"{several} | answer"
+        rules.lines.append(f"answer: {json_rule(schema, strict=strict)}")
+    return "\n".join([f"start: {start}", *rules.lines])
 
 
 class MarkedReader(Parser):
@@ -256,5 +252,6 @@ def marked(tokenizer: Tokenizer, template: str) -> Format | None:
     for family in (GEMMA4, FUNCTION_GEMMA):
         marks = ids_of(tokenizer, family)
         if len(marks) == len(family) and family.open in template:
-            return Format(turns, lark_with(family, marks), partial(MarkedReader, family=family, marks=marks))
+            of: dict[str, Any] = {"family": family, "marks": marks}
+            return Format(turns, partial(lark, **of), partial(MarkedReader, **of))
     return None

@@ -81,8 +81,6 @@ class Wire(BaseModel):
         if not isinstance(value, dict):
             return value
         known = _names(cls)
-        if all(k in known for k in value):
-            return value
         return {k: v for k, v in value.items() if k in known or not (v is None or v is False or v in ("", [], {}))}
 
 
