@@ -26,21 +26,17 @@ def router(service: Service) -> APIRouter:
 
     def described(backend: Backend) -> dict[str, Any]:
         model = backend.loaded
-        about = {
+        about: dict[str, Any] = {
             "id": backend.name or service.name(backend.model),
             "object": "model",
             "created": began,
             "owned_by": "hybrid-kernels",
             "loaded": model is not None,
         }
-        if model is None:
-            return about
-        return {
-            **about,
-            "context_length": model.engine.cache.ctx,
-            "vocabulary": min(model.hparams.vocab, model.checkpoint.tokenizer.n_tokens),
-            "device": model.device,
-        }
+        if model is not None:
+            vocabulary = min(model.hparams.vocab, model.checkpoint.tokenizer.n_tokens)
+            about |= {"context_length": model.engine.cache.ctx, "vocabulary": vocabulary, "device": model.device}
+        return about
 
     @r.get("/v1/models", summary="The models that are served")
     async def models() -> Response:

@@ -259,8 +259,8 @@ class ChatForm(_Choices):
         return self._chunk({"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish})
 
     def _finish(self, index: int) -> str:
-        word = FINISH[self.done[index].finish]
-        return "tool_calls" if word == "stop" and self._readers[index].calls else word
+        word, reader = FINISH[self.done[index].finish], self._readers[index]
+        return "tool_calls" if word == "stop" and reader.calls else word
 
     def _whole(self, index: int) -> dict[str, Any]:
         calls, kept = self._readers[index].calls, self._logprobs[index]

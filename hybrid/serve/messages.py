@@ -205,8 +205,8 @@ class CountRequest(SamplingFields, Open):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
-    def chat(self) -> ChatRequest:
-        """The equivalent chat request. ApiError if there is none."""
+    def chat(self, **more: Any) -> ChatRequest:
+        """The equivalent chat request, with more fields. ApiError if there is none."""
         body: dict[str, Any] = {k: getattr(self, k) for k in (*SamplingFields.model_fields, "model")}
         system = [{"role": "system", "content": _joined(self.system)}] if self.system else []
         body["messages"] = [*system, *(m for turn in self.messages for m in turn.chat())]
@@ -221,10 +221,7 @@ class CountRequest(SamplingFields, Open):
         if self.thinking is not None:
             body["reasoning_effort"] = "none" if self.thinking.type == "disabled" else asked.effort or "high"
             body["thinking_token_budget"] = self.thinking.budget_tokens
-        return chat_request({**body, **continued(body["messages"]), **self._more()}, NAMES)
-
-    def _more(self) -> dict[str, Any]:
-        return {}
+        return chat_request({**body, **continued(body["messages"]), **more}, NAMES)
 
     def notes(self) -> list[str]:
         """Notes on ignored parts."""
@@ -239,8 +236,8 @@ class MessagesRequest(CountRequest):
     stop_sequences: Stops | None = None
     stream: bool | None = None
 
-    def _more(self) -> dict[str, Any]:
-        return {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+    def chat(self, **more: Any) -> ChatRequest:
+        return super().chat(max_completion_tokens=self.max_tokens, stop=self.stop_sequences, **more)
 
 
 def _joined(content: str | list[TextBlock] | None) -> str:

@@ -58,22 +58,19 @@ class Feed:
     async def batches(self) -> AsyncIterator[list[Item]]:
         """Yield batches until every job has ended, and an empty one after HEARTBEAT seconds without events. ApiError if
         a job fails."""
-        loop = asyncio.get_running_loop()
-        heard = loop.time()
+        silence = _Silence(self._wake)
         try:
             while self._open:
                 self._wake.clear()
-                items = self._take()
-                if items or loop.time() - heard >= HEARTBEAT:
-                    heard = loop.time()
+                if items := self._take():
+                    silence.broken()
                     yield items
+                elif silence.long():
+                    yield []
                 if self._open:
-                    timer = loop.call_at(heard + HEARTBEAT, self._wake.set)
-                    try:
-                        await self._wake.wait()  # set by the loop only, so other ready tasks run before the next batch
-                    finally:
-                        timer.cancel()
+                    await self._wake.wait()  # set by the loop only, so other ready tasks run before the next batch
         finally:
+            silence.end()
             self.cancel()
 
     def cancel(self) -> None:
@@ -124,3 +121,30 @@ class _Read:
         else:
             metrics.first.observe(now - self._last)
         self._tokens, self._last = self._tokens + tokens, now
+
+
+class _Silence:
+    """Sets an event after HEARTBEAT seconds without tokens, with one timer for any number of batches."""
+
+    def __init__(self, mark: asyncio.Event) -> None:
+        self._mark, self._loop = mark, asyncio.get_running_loop()
+        self._heard, self._is_long = self._loop.time(), False
+        self._timer = self._loop.call_later(HEARTBEAT, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now - self._heard >= HEARTBEAT:
+            self._heard, self._is_long = now, True
+            self._mark.set()
+        self._timer = self._loop.call_at(self._heard + HEARTBEAT, self._look)
+
+    def broken(self) -> None:
+        self._heard, self._is_long = self._loop.time(), False
+
+    def long(self) -> bool:
+        """True once for each HEARTBEAT seconds of silence."""
+        was, self._is_long = self._is_long, False
+        return was
+
+    def end(self) -> None:
+        self._timer.cancel()

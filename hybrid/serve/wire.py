@@ -208,13 +208,6 @@ class Part(Wire):
 Content = Annotated[TextOr[Part], by_kind("must be a string or an array of parts")]
 
 
-def text_of(content: str | list[Part] | None) -> str:
-    """The text of a message's content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(p.text or p.refusal or "" for p in content)
-
-
 def content_of(content: str | list[Part] | None) -> str | list[dict[str, Any]]:
     """A message's content for the chat template: a text, or a list of text parts."""
     if content is None or isinstance(content, str):
@@ -254,7 +247,9 @@ class Message(Wire):
 
     def text(self) -> str:
         """The message's text."""
-        return text_of(self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(p.text or p.refusal or "" for p in self.content)
 
     def thought(self) -> str:
         """What the assistant thought before it."""
