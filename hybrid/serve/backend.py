@@ -37,7 +37,8 @@ class Backend:
         self.name = name
         """Of one of several models."""
         self._load, self._end, self._on_loss, self._waits = load, end, on_loss, waits
-        self._model: Model | None = None
+        self.loaded: Model | None = None
+        """The model, also while draining; None if none is loaded."""
         self._task: asyncio.Task[None] | None = None
         self.state: State = "loading"
         self.forget: Callable[[Model], None] = lambda model: None
@@ -61,15 +62,10 @@ class Backend:
         """The model. ApiError 503 if none is ready."""
         if self.state == "stopping":
             raise unavailable("the server is stopping: send the request elsewhere", "stopping")
-        if self._model is None or self.state != "ready":
+        if self.loaded is None or self.state != "ready":
             whys = {"lost": "the device was lost and the model is loaded again", "away": "the model is not loaded"}
             raise unavailable(f"{whys.get(self.state, 'the model is being loaded')}: try again", "not_ready")
-        return self._model
-
-    @property
-    def loaded(self) -> Model | None:
-        """The model, also while draining; None if none is loaded."""
-        return self._model
+        return self.loaded
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._first())
@@ -109,7 +105,7 @@ class Backend:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _free(self) -> None:
-        model, self._model = self._model, None
+        model, self.loaded = self.loaded, None
         if model is not None:
             await asyncio.to_thread(self._closed, model)
 
@@ -125,7 +121,7 @@ class Backend:
         return model
 
     def _take(self, model: Model) -> None:
-        self._model = model
+        self.loaded = model
         self.loads += 1
         if self.state != "stopping":
             self.state = "ready"
@@ -133,7 +129,7 @@ class Backend:
 
     def lost(self, model: Model, error: DeviceLost) -> None:
         """Handle a device loss that a request of `model` reports; only the first report counts."""
-        if model is not self._model or self.state != "ready":
+        if model is not self.loaded or self.state != "ready":
             return
         self.losses += 1
         self.state = "lost"
@@ -144,7 +140,7 @@ class Backend:
         self._task = asyncio.get_running_loop().create_task(self._again(model))
 
     async def _again(self, old: Model) -> None:
-        self._model = None
+        self.loaded = None
         try:
             await asyncio.to_thread(self._closed, old)
         except Exception as error:  # the device's memory is lost anyway

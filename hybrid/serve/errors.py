@@ -113,15 +113,6 @@ def busy(message: str, retry_after: float) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="queue_full", retry_after=retry_after)
 
 
-_REFUSED: Sequence[tuple[type[ValueError], str | None, str | None]] = (
-    (ContextExceeded, None, "context_length_exceeded"),
-    (InvalidSchema, None, "invalid_schema"),
-    (ChatError, "messages", None),
-    (ValueError, None, None),
-)
-"""Errors of a request's values, the most specific first, with their param and code."""
-
-
 def from_engine(error: BaseException) -> ApiError:
     """The error response for an exception of submit or of a running request. Prints internal errors."""
     if isinstance(error, ApiError):
@@ -132,9 +123,12 @@ def from_engine(error: BaseException) -> ApiError:
         return busy("more requests wait than the queue holds: try again later", error.retry_after)
     if isinstance(error, NoFreeSlot):
         return busy("all slots of the model are in use: try again later", 1.0)
-    for kind, param, code in _REFUSED:
-        if isinstance(error, kind):
-            return bad_request(str(error), param, code)
+    if isinstance(error, ContextExceeded):
+        return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, InvalidSchema):
+        return bad_request(str(error), code="invalid_schema")
+    if isinstance(error, ValueError):
+        return bad_request(str(error), "messages" if isinstance(error, ChatError) else None)
     return internal(error)
 
 

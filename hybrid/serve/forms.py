@@ -167,7 +167,6 @@ class _Choices(Form):
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._same = {
             "id": self.id,
-            "object": "",
             "created": int(time.time()),
             "model": head.model,
             "system_fingerprint": head.fingerprint,

@@ -158,6 +158,8 @@ class Reasoning(Wire):
 
 SHARED = ("model", "stream", "parallel_tool_calls", "store", "chat_template_kwargs", "thinking_token_budget")
 """Fields of chat requests with the same name and meaning, beside those of sampling."""
+REPEATED = ("instructions", "max_output_tokens", "metadata", "reasoning", "text", "tool_choice", "tools", "user")
+"""Fields that the answer repeats, beside those of sampling."""
 
 
 class ResponsesRequest(SamplingFields, Unused):
@@ -184,19 +186,7 @@ class ResponsesRequest(SamplingFields, Unused):
 
     def repeated(self) -> dict[str, Any]:
         """Fields that the answer repeats. ApiError 400 for non-finite numbers."""
-        fields = {
-            "instructions",
-            "max_output_tokens",
-            "metadata",
-            "reasoning",
-            "text",
-            "tool_choice",
-            "tools",
-            "top_p",
-            "temperature",
-            "user",
-        }
-        found = self.model_dump(include=fields, by_alias=True)
+        found = self.model_dump(include={*REPEATED, "temperature", "top_p"}, by_alias=True)
         try:
             packed(found)
         except ValueError:

@@ -54,7 +54,6 @@ class Service:
 
     def __init__(self, models: Models, metrics: Metrics, settings: Settings) -> None:
         self.models, self.metrics, self.settings = models, metrics, settings
-        self.backend = models.first
         for backend in models.backends.values():
             backend.forget = self._forget
         self.seeds = Random(settings.seed)
@@ -82,9 +81,9 @@ class Service:
         """The model of this name, with or without Ollama's tag, loaded or not; the first for None. ApiError 404; 503 if
         the only model is not ready."""
         if asked is None:
-            return self.backend
+            return self.models.first
         alone = self.models.alone
-        known = {self.name(self.backend.model): self.backend} if alone else self.models.backends
+        known = {self.name(self.models.first.model): self.models.first} if alone else self.models.backends
         found = next((b for name, b in known.items() if name.removesuffix(LATEST) == asked.removesuffix(LATEST)), None)
         if found is None:
             has = "one model," if alone else "the models"

@@ -75,11 +75,10 @@ def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
         schema, at = tool.function.parameters, place.format(n)
         try:
             check(schema, at, bool(tool.function.strict))
+            if schema.get("type", "object") != "object":
+                raise bad_request(f"Invalid schema: {at}.type must be 'object'.", f"{at}.type", "invalid_schema")
         except ApiError as error:
             raise of_tool(tool.function, error) from None
-        if schema.get("type", "object") != "object":
-            wrong = bad_request(f"Invalid schema: {at}.type must be 'object'.", f"{at}.type", "invalid_schema")
-            raise of_tool(tool.function, wrong)
 
 
 def of_tool(tool: Function, error: ApiError, param: str | None = None) -> ApiError:
