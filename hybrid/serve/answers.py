@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,3 +91,17 @@ class Answer:
         self._held = text[-1:] if text.endswith("\n") else ""
         text = text.removesuffix("\n")
         return [{"reasoning_content": text}] if text else []
+
+
+def arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call in an answer; None if they were cut off. Numbers too large for a float are its largest."""
+    try:
+        found: dict[str, Any] = json.loads(text or "{}", parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+def _finite(number: str) -> float:
+    most = sys.float_info.max
+    return max(-most, min(most, float(number)))

@@ -13,11 +13,10 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from hybrid.serve.adapter import Open
 from hybrid.serve.errors import bad_request
 from hybrid.serve.http import Json, JsonRoute, until_gone
 from hybrid.serve.service import Service, Work, note
-from hybrid.serve.wire import FirstError, Text, Wire, kind_of
+from hybrid.serve.wire import FirstError, Open, Text, Wire, kind_of
 
 if TYPE_CHECKING:
     from hybrid.embedding import EmbeddingModel

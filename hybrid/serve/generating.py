@@ -3,17 +3,17 @@ readers of their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
+from pydantic import ValidationError
 
 from hybrid.serve import thinking, tools
-from hybrid.serve.adapter import Names
 from hybrid.serve.answers import Answer
-from hybrid.serve.errors import ApiError, bad_request
+from hybrid.serve.errors import ApiError, bad_request, from_validation
 from hybrid.serve.forms import Echo, Head, Tokens
 from hybrid.serve.http import until_gone
 from hybrid.serve.running import Job
@@ -25,6 +25,37 @@ from hybrid.serve.wire import ChatRequest, CompletionRequest, Sampled, SamplingF
 if TYPE_CHECKING:
     from hybrid.engine.sampling import Constraint
 
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """An API's names for a chat request's parts. fields: by the chat request's own; schemas: paths of a tool's schema
+    (by its index) and of the answer's."""
+
+    fields: Mapping[str, str]
+    schemas: tuple[str, str]
+
+    def of(self, param: str | None) -> str | None:
+        """The API's name of a chat request's field."""
+        first = (param or "").partition("[")[0].partition(".")[0]
+        return self.fields.get(first, param)
+
+
+def chat_request(body: dict[str, Any], names: Names) -> ChatRequest:
+    """ApiError if the other API's request means no chat request."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        refusal = from_validation(error.errors(include_url=False))
+        raise bad_request(refusal.message, names.of(refusal.param), refusal.code) from None
+
+
+def continued(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields by which the answer continues a last message of the assistant, as these APIs do."""
+    last = messages[-1]
+    begun = last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
+    return {"continue_final_message": True, "add_generation_prompt": False} if begun else {}
+
+
 DEFAULT_COMPLETION = 16
 """Default max_tokens of a completion, as in OpenAI's API."""
 OPENAI = Names({}, ("tools[{}].function.parameters", "response_format.json_schema.schema"))
@@ -32,7 +63,7 @@ OPENAI = Names({}, ("tools[{}].function.parameters", "response_format.json_schem
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A parsed request. readers: of its choices; notes: its ignored parts; echoes: the prompts of a completion's choices."""
+    """A parsed request. readers: of its choices; notes: its ignored parts; echoes: prompts of a completion's choices."""
 
     jobs: list[Job]
     head: Head

@@ -11,11 +11,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints, Tag, field_validator, model_validator
 from starlette.responses import Response
 
-from hybrid.serve.adapter import Names, Open, arguments, chat_request, continued
-from hybrid.serve.answers import Answer
+from hybrid.serve.answers import Answer, arguments
 from hybrid.serve.errors import ANTHROPIC
 from hybrid.serve.forms import Head, PartsForm, named_event
-from hybrid.serve.generating import asked_chat
+from hybrid.serve.generating import Names, asked_chat, chat_request, continued
 from hybrid.serve.http import Json, JsonRoute
 from hybrid.serve.service import Service, note
 from hybrid.serve.wire import (
@@ -25,6 +24,7 @@ from hybrid.serve.wire import (
     Effort,
     FirstError,
     Name,
+    Open,
     SamplingFields,
     Stops,
     Text,
@@ -270,6 +270,8 @@ def router(service: Service) -> APIRouter:
 
 
 class MessagesForm(PartsForm):
+    """An answer of /v1/messages."""
+
     api = ANTHROPIC
 
     def __init__(self, head: Head, reader: Answer) -> None:

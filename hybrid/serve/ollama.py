@@ -15,12 +15,11 @@ from pydantic import Field, Tag
 from starlette.responses import Response
 
 from hybrid.serve import thinking
-from hybrid.serve.adapter import Names, Open, arguments, chat_request, continued
-from hybrid.serve.answers import Answer
+from hybrid.serve.answers import Answer, arguments
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import OLLAMA, bad_request
 from hybrid.serve.forms import FINISH, Form, Head, read
-from hybrid.serve.generating import asked_chat, asked_completion
+from hybrid.serve.generating import Names, asked_chat, asked_completion, chat_request, continued
 from hybrid.serve.http import LINES, Json, JsonRoute, packed
 from hybrid.serve.running import Item
 from hybrid.serve.service import LATEST, Service, note
@@ -31,6 +30,7 @@ from hybrid.serve.wire import (
     CompletionRequest,
     Many,
     Name,
+    Open,
     SamplingFields,
     Stop,
     Text,

@@ -11,11 +11,10 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, Tag, model_validator
 from starlette.responses import Response
 
-from hybrid.serve.adapter import Names, chat_request
 from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import FINISH, Head, PartsForm, named_event, usage
-from hybrid.serve.generating import asked_chat
+from hybrid.serve.generating import Names, asked_chat, chat_request
 from hybrid.serve.http import JsonRoute, packed
 from hybrid.serve.service import Service
 from hybrid.serve.wire import (
@@ -269,7 +268,7 @@ def router(service: Service) -> APIRouter:
 
 
 class ResponsesForm(PartsForm):
-    """asked: request fields that the answer repeats."""
+    """An answer of /v1/responses. asked: request fields that it repeats."""
 
     def __init__(self, head: Head, reader: Answer, asked: dict[str, Any]) -> None:
         super().__init__(head, reader)

@@ -90,6 +90,17 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(f.alias or name for name, f in model.model_fields.items())
 
 
+class Open(Wire):
+    """Base of requests whose APIs ignore unknown fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def ignored(self) -> list[str]:
+        """A note that names the unknown fields; empty if there are none."""
+        names = sorted(self.model_extra or ())
+        return [f"ignored: {', '.join(names)}"] if names else []
+
+
 class StreamOptions(Wire):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

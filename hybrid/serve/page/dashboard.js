@@ -68,7 +68,9 @@ const CARDS = [
 
 function card(title, unit) {
   const value = make("div", { class: "value" }), svg = document.createElementNS(SVG, "svg");
-  for (const [name, of] of [["viewBox", "0 0 100 48"], ["preserveAspectRatio", "none"], ["aria-hidden", "true"]]) svg.setAttribute(name, of);
+  svg.setAttribute("viewBox", "0 0 100 48");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
   svg.append(...["polygon", "polyline"].map((shape) => document.createElementNS(SVG, shape)));
   const box = make("article", { class: "card" }, make("h2", {}, title), value, svg);
   $("cards").append(box);
