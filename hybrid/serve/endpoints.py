@@ -82,15 +82,14 @@ def router(service: Service) -> APIRouter:
         used: Model = (await service.use(request, model)).model
         t = used.checkpoint.tokenizer
         named = {f"{n}_token": getattr(t.vocabulary, f"{n}_id") for n in ("bos", "eos", "pad", "unk")}
-        return Json(
-            {
-                "tokenizer_class": "GemmaTokenizer",
-                **{name: None if i is None else t.vocabulary.pieces[i] for name, i in named.items()},
-                "add_bos_token": t.bos_id is not None,
-                "model_max_length": used.engine.cache.ctx,
-                "chat_template": service.template(used.checkpoint),
-            }
-        )
+        about = {
+            "tokenizer_class": "GemmaTokenizer",
+            **{name: None if i is None else t.vocabulary.pieces[i] for name, i in named.items()},
+            "add_bos_token": t.bos_id is not None,
+            "model_max_length": used.engine.cache.ctx,
+            "chat_template": service.template(used.checkpoint),
+        }
+        return Json(about)
 
     return r
 

@@ -106,7 +106,8 @@ async def _chat(service: Service, request: Request, body: ChatRequest, tool_plac
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
     shared = _shared(work, body, asked, top)
-    notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
+    others = sorted({t.type for t in body.tools or () if t.function is None})
+    notes = [f"tools of type {t} are not offered and left out" for t in others]
     notes += ["nothing is stored"] if body.store else []
     tokenizer = work.model.checkpoint.tokenizer
     channel = thinking.channel_of(tokenizer, ids)

@@ -86,11 +86,6 @@ def of_tool(tool: Function, error: ApiError, param: str | None = None) -> ApiErr
     return bad_request(f"The tool {tool.name}: {error.message}", param or error.param, error.code)
 
 
-def left_out(tools: Sequence[Tool] | None) -> list[str]:
-    """Unsupported tool types, without duplicates."""
-    return sorted({t.type for t in tools or () if t.function is None})
-
-
 def parameters(tool: Function) -> dict[str, Any]:
     """The schema of a tool's arguments; an empty object schema if undeclared."""
     found = dict(tool.parameters or {})
