@@ -141,9 +141,8 @@ def _main(args: argparse.Namespace) -> int:
         how: dict[str, Any] = {"device": args.device, "progress": sys.stderr.isatty(), "warm": not args.no_warm_up}
         if checkpoint.hparams.dense:
             slots = {} if args.slots == SLOTS else {"slots": args.slots}
-            embedder: Any = hybrid.load_embedder(
-                checkpoint, **{name: options[name] for name in EMBEDDING}, **slots, **how
-            )
+            known = {name: options[name] for name in EMBEDDING}
+            embedder: Any = hybrid.load_embedder(checkpoint, **known, **slots, **how)
             for reason in embedder.passed_over:
                 print(f"passed over: {reason}", file=sys.stderr, flush=True)
             return embedder
@@ -155,9 +154,8 @@ def _main(args: argparse.Namespace) -> int:
             print(several + line, file=sys.stderr, flush=True)
         return model
 
-    return process.serve(
-        load if len(given) < 2 else _several(args, given, options, load), settings(args), **_listening(args)
-    )
+    loads = load if len(given) < 2 else _several(args, given, options, load)
+    return process.serve(loads, settings(args), **_listening(args))
 
 
 def _inside(path: Path) -> list[Path]:

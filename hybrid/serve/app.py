@@ -84,9 +84,8 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
 
     @app.get("/metrics", summary="Metrics in Prometheus format")
     async def metrics_text() -> Response:
-        return Response(
-            await asyncio.get_running_loop().run_in_executor(figures, metrics.text), media_type=METRICS_TYPE
-        )
+        text = await asyncio.get_running_loop().run_in_executor(figures, metrics.text)
+        return Response(text, media_type=METRICS_TYPE)
 
 
 async def _api_error(request: Request, error: Any) -> Response:

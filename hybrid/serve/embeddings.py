@@ -64,15 +64,14 @@ class Document(Wire):
     text: Text
 
 
+DocumentOrText = Annotated[
+    Annotated[Text, Tag("<string>")] | Annotated[Document, Tag("<object>")], Discriminator(kind_of)
+]
+
+
 class RerankRequest(Wire):
     query: Text
-    documents: Annotated[
-        list[
-            Annotated[Annotated[Text, Tag("<string>")] | Annotated[Document, Tag("<object>")], Discriminator(kind_of)]
-        ],
-        Field(min_length=1, max_length=INPUTS),
-        FirstError(),
-    ]
+    documents: Annotated[list[DocumentOrText], Field(min_length=1, max_length=INPUTS), FirstError()]
     model: str | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None

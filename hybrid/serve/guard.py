@@ -73,10 +73,8 @@ def _check_key(headers: Headers, keys: Sequence[str]) -> None:
     given = key_of(headers).encode("utf-8", "surrogateescape")
     known = [hmac.compare_digest(given, k.encode()) for k in keys]  # compare with all keys: constant time
     if not any(known):
-        what = (
-            "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
-        )
-        raise ApiError(401, what, code="invalid_api_key")
+        missing = "You didn't provide an API key: send Authorization: Bearer KEY."
+        raise ApiError(401, "Incorrect API key provided." if given else missing, code="invalid_api_key")
 
 
 class Guard:

@@ -64,9 +64,8 @@ class _Engines(Collector):
 
     def collect(self) -> Iterable[Metric]:
         models = self._models
-        yield GaugeMetricFamily(
-            "hybrid_ready", "1 while the server accepts requests", value=float(models.state == "ready")
-        )
+        ready = float(models.state == "ready")
+        yield GaugeMetricFamily("hybrid_ready", "1 while the server accepts requests", value=ready)
         found: dict[str, Metric] = {}
         for backend in models.backends.values():
             add_samples(found, _of_backend(backend), **({"model": backend.name} if backend.name else {}))

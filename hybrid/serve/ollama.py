@@ -235,9 +235,8 @@ class OllamaGenerate(Generating):
     def completion(self, most: int) -> CompletionRequest:
         """The request for a raw prompt. most: tokens of an answer without a limit."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return CompletionRequest(
-            prompt=self.prompt or "", max_tokens=self.most or most, logprobs=logprobs, **self.sampled()
-        )
+        body = {**self.sampled(), "max_tokens": self.most or most, "logprobs": logprobs}
+        return CompletionRequest(prompt=self.prompt or "", **body)
 
 
 class ShowRequest(Open):

@@ -344,18 +344,15 @@ class Templated(Wire):
     def _validate_template(self) -> Any:
         for name in self.chat_template_kwargs or ():
             if name in RESERVED or name.endswith("_token") or not (name.isascii() and name.isidentifier()):
-                wrong(
-                    "chat_template_kwargs",
-                    f"chat_template_kwargs cannot set {name[:64]!r}: it is no variable of a client",
-                )
+                param = "chat_template_kwargs"
+                wrong(param, f"{param} cannot set {name[:64]!r}: it is no variable of a client")
         if self.continue_final_message:
+            name = "continue_final_message"
             if self.add_generation_prompt:
-                wrong("continue_final_message", "continue_final_message needs add_generation_prompt: false")
+                wrong(name, f"{name} needs add_generation_prompt: false")
             last = (getattr(self, "messages", None) or [None])[-1]
             if last is None or last.role != "assistant" or last.content is None or last.tool_calls:
-                wrong(
-                    "continue_final_message", "continue_final_message needs a last message of the assistant, with text"
-                )
+                wrong(name, f"{name} needs a last message of the assistant, with text")
         return self
 
 
