@@ -13,7 +13,7 @@ from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running, until
 from hybrid.engine.request import Completion, Event, Timings, Usage
 from hybrid.serve.forms import Head, Tokens
-from hybrid.serve.messages_form import MessagesForm
+from hybrid.serve.messages import MessagesForm
 from hybrid.serve.running import Item
 from hybrid.serve.settings import Settings
 

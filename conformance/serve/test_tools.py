@@ -20,7 +20,7 @@ from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
 from hybrid.serve.answers import Answer
 from hybrid.serve.grammars import Grammars
-from hybrid.serve.responses_wire import ResponsesRequest
+from hybrid.serve.responses import ResponsesRequest
 from hybrid.serve.tools import Format, Offer, parameters
 from hybrid.serve.tools_json import JSON
 from hybrid.serve.tools_marked import FUNCTION_GEMMA, GEMMA4, marked

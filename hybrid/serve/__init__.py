@@ -52,57 +52,39 @@ def parser() -> argparse.ArgumentParser:
         help=".gguf file, Hugging Face directory, OWNER/NAME[:FILE.gguf] on Hugging Face, or a folder of models (default: the embedded demonstration model)",
     )
     p.set_defaults(model=None)
+
+    def listed(option: str, metavar: str, about: str) -> None:
+        p.add_argument(option, action="append", default=[], metavar=metavar, help=f"{about}; may be repeated")
+
+    def count(option: str, about: str, default: int | None = None) -> None:
+        p.add_argument(option, type=positive, default=default, metavar="N", help=about)
+
+    def seconds(option: str, default: float, about: str) -> None:
+        p.add_argument(option, type=amount, default=default, metavar="SECONDS", help=f"{about} ({default:g})")
+
     add_random(p)
-    p.add_argument(
-        "--keep",
-        type=positive,
-        metavar="N",
-        help="of several models, most that stay loaded; the least recently used one goes first (as many as fit)",
-    )
+    count("--keep", "of several models, most that stay loaded; the least recently used one goes first (as many as fit)")
     p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every interface ({HOST})")
     p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 picks a free one and prints it ({PORT})")
     p.add_argument("--name", default="", help="the model's name in requests (the checkpoint's name)")
-    p.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="require this key in requests; may be repeated"
-    )
+    listed("--api-key", "KEY", "require this key in requests")
     p.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="keys, one a line; not visible in the process list"
     )
-    p.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also accept this Host header on a loopback address, for example behind a proxy; may be repeated",
-    )
-    p.add_argument(
-        "--cors",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="allow requests from this origin's pages; may be repeated",
-    )
+    about = "also accept this Host header on a loopback address, for example behind a proxy"
+    listed("--allow-host", "NAME", about)
+    listed("--cors", "ORIGIN", "allow requests from this origin's pages")
     add_engine(p)
-    p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"most running requests ({SLOTS})")
+    count("--slots", f"most running requests ({SLOTS})", SLOTS)
     p.add_argument("--no-warm-up", action="store_true", help="start sooner: compile a pass of a new size on first use")
-    p.add_argument(
-        "--queue", type=positive, default=256, metavar="N", help="most waiting requests; further ones get 429 (256)"
-    )
+    count("--queue", "most waiting requests; further ones get 429 (256)", 256)
     p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest request body (4MiB)")
-    p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (the context)")
-    p.add_argument("--max-tokens", type=positive, metavar="N", help="most tokens of an answer (the context)")
-    p.add_argument("--max-choices", type=positive, default=8, metavar="N", help="most choices of a request (8)")
-    p.add_argument(
-        "--idle",
-        type=amount,
-        default=30.0,
-        metavar="SECONDS",
-        help="disconnect clients that neither send nor read for so long (30)",
-    )
-    p.add_argument("--total", type=amount, default=600.0, metavar="SECONDS", help="time limit of a request (600)")
-    p.add_argument(
-        "--drain", type=amount, default=60.0, metavar="SECONDS", help="time for running requests after SIGTERM (60)"
-    )
+    count("--max-prompt", "most tokens of a prompt (the context)")
+    count("--max-tokens", "most tokens of an answer (the context)")
+    count("--max-choices", "most choices of a request (8)", 8)
+    seconds("--idle", 30.0, "disconnect clients that neither send nor read for so long")
+    seconds("--total", 600.0, "time limit of a request")
+    seconds("--drain", 60.0, "time for running requests after SIGTERM")
     p.add_argument(
         "--on-device-loss",
         choices=("restart", "exit"),
@@ -159,9 +141,8 @@ def _main(args: argparse.Namespace) -> int:
         how: dict[str, Any] = {"device": args.device, "progress": sys.stderr.isatty(), "warm": not args.no_warm_up}
         if checkpoint.hparams.dimensions:
             slots = {} if args.slots == SLOTS else {"slots": args.slots}
-            embedder: Any = hybrid.load_embedder(
-                checkpoint, **{name: options[name] for name in EMBEDDING}, **slots, **how
-            )
+            known = {name: options[name] for name in EMBEDDING}
+            embedder: Any = hybrid.load_embedder(checkpoint, **known, **slots, **how)
             for reason in embedder.passed_over:
                 print(f"passed over: {reason}", file=sys.stderr, flush=True)
             return embedder
@@ -173,14 +154,8 @@ def _main(args: argparse.Namespace) -> int:
             print(several + line, file=sys.stderr, flush=True)
         return model
 
-    return process.serve(
-        load if len(given) < 2 else _several(args, given, options, load),
-        settings(args),
-        host=args.host,
-        port=args.port,
-        drain=args.drain,
-        access_log=args.access_log,
-    )
+    loads = load if len(given) < 2 else _several(args, given, options, load)
+    return process.serve(loads, settings(args), **_listening(args))
 
 
 def _inside(path: Path) -> list[Path]:
@@ -193,10 +168,8 @@ def _inside(path: Path) -> list[Path]:
     found = models_in(path)
     kept = [one for one in found if not _is_passed_over(one)]
     if not kept:
-        what = (
-            f"none of its {len(found)} models can be served" if found else "it holds no .gguf file or model directory"
-        )
-        raise ValueError(f"{path}: {what}")
+        refused, empty = f"none of its {len(found)} models can be served", "it holds no .gguf file or model directory"
+        raise ValueError(f"{path}: {refused if found else empty}")
     return kept
 
 
@@ -264,16 +237,11 @@ def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) 
         raise ValueError(
             f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]"
         ) from None
-    return ray.run(
-        options,
-        settings(args),
-        devices,
-        host=args.host,
-        port=args.port,
-        drain=args.drain,
-        address=args.ray_address,
-        access_log=args.access_log,
-    )
+    return ray.run(options, settings(args), devices, address=args.ray_address, **_listening(args))
+
+
+def _listening(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("host", "port", "drain", "access_log")}
 
 
 def settings(args: argparse.Namespace) -> Settings:

@@ -16,16 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hybrid import __version__
-from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages
+from hybrid.serve import embeddings, endpoints, messages, ollama, openapi, pages, responses
 from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
-from hybrid.serve.http import Json
-from hybrid.serve.metrics import Metrics
+from hybrid.serve.http import Json, refused
+from hybrid.serve.metrics import METRICS_TYPE, Metrics
 from hybrid.serve.models import Load, Models
 from hybrid.serve.service import Service
 from hybrid.serve.settings import Settings
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(load: Load, settings: Settings, end: Callable[[int, str], None]) -> FastAPI:
@@ -53,7 +51,7 @@ def make_app(load: Load, settings: Settings, end: Callable[[int, str], None]) ->
     )
     app.state.backend = models.first
     app.state.service = service
-    for api in (endpoints, messages, ollama, embeddings):
+    for api in (endpoints, responses, messages, ollama, embeddings):
         app.include_router(api.router(service))
     app.include_router(pages.router())
     _add_state(app, models, metrics)
@@ -86,13 +84,12 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
 
     @app.get("/metrics", summary="Metrics in Prometheus format")
     async def metrics_text() -> Response:
-        return Response(
-            await asyncio.get_running_loop().run_in_executor(figures, metrics.text), media_type=METRICS_TYPE
-        )
+        text = await asyncio.get_running_loop().run_in_executor(figures, metrics.text)
+        return Response(text, media_type=METRICS_TYPE)
 
 
 async def _api_error(request: Request, error: Any) -> Response:
-    return Json(error.body(request.scope["path"]), error.status, error.headers())
+    return refused(error, request.scope["path"])
 
 
 async def _validation_error(request: Request, error: Any) -> Response:
@@ -100,6 +97,6 @@ async def _validation_error(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    refusal = of_status(error.status_code)
-    headers = {**(error.headers or {}), **refusal.headers()}
-    return Json(refusal.body(request.scope["path"]), refusal.status, headers)
+    response = refused(of_status(error.status_code), request.scope["path"])
+    response.headers.update(error.headers or {})
+    return response

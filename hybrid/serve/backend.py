@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +11,7 @@ from hybrid.cli import LOST, describe
 from hybrid.core import garbage
 from hybrid.core.errors import DeviceLost
 from hybrid.devices.energy import meter_for
-from hybrid.serve.errors import unavailable
+from hybrid.serve.errors import log, unavailable
 from hybrid.serve.power import Joules
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ class Backend:
         self.name = name
         """Of one of several models."""
         self._load, self._end, self._on_loss, self._waits = load, end, on_loss, waits
-        self._model: Model | None = None
+        self.loaded: Model | None = None
+        """The model, also while draining; None if none is loaded."""
         self._task: asyncio.Task[None] | None = None
         self.state: State = "loading"
         self.forget: Callable[[Model], None] = lambda model: None
@@ -62,15 +62,10 @@ class Backend:
         """The model. ApiError 503 if none is ready."""
         if self.state == "stopping":
             raise unavailable("the server is stopping: send the request elsewhere", "stopping")
-        if self._model is None or self.state != "ready":
+        if self.loaded is None or self.state != "ready":
             whys = {"lost": "the device was lost and the model is loaded again", "away": "the model is not loaded"}
             raise unavailable(f"{whys.get(self.state, 'the model is being loaded')}: try again", "not_ready")
-        return self._model
-
-    @property
-    def loaded(self) -> Model | None:
-        """The model, also while draining; None if none is loaded."""
-        return self._model
+        return self.loaded
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._first())
@@ -101,7 +96,7 @@ class Backend:
             self.state = "away"
         await self._free()
         await asyncio.to_thread(_collect)
-        print(f"put away: {self.name}", file=sys.stderr, flush=True)
+        log(f"put away: {self.name}")
 
     async def settled(self) -> None:
         """Wait for a running load: a thread cannot be cancelled."""
@@ -110,7 +105,7 @@ class Backend:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _free(self) -> None:
-        model, self._model = self._model, None
+        model, self.loaded = self.loaded, None
         if model is not None:
             await asyncio.to_thread(self._closed, model)
 
@@ -126,30 +121,30 @@ class Backend:
         return model
 
     def _take(self, model: Model) -> None:
-        self._model = model
+        self.loaded = model
         self.loads += 1
         if self.state != "stopping":
             self.state = "ready"
-        print(f"ready: {model.checkpoint.name} on {model.device}", file=sys.stderr, flush=True)
+        log(f"ready: {model.checkpoint.name} on {model.device}")
 
     def lost(self, model: Model, error: DeviceLost) -> None:
         """Handle a device loss that a request of `model` reports; only the first report counts."""
-        if model is not self._model or self.state != "ready":
+        if model is not self.loaded or self.state != "ready":
             return
         self.losses += 1
         self.state = "lost"
         if self._on_loss == "exit":
             self._end(LOST, f"error: the device was lost: {describe(error)}")
             return
-        print(f"the device was lost ({describe(error)}): loading the model again", file=sys.stderr, flush=True)
+        log(f"the device was lost ({describe(error)}): loading the model again")
         self._task = asyncio.get_running_loop().create_task(self._again(model))
 
     async def _again(self, old: Model) -> None:
-        self._model = None
+        self.loaded = None
         try:
             await asyncio.to_thread(self._closed, old)
         except Exception as error:  # the device's memory is lost anyway
-            print(f"error while closing the lost model: {describe(error)}", file=sys.stderr, flush=True)
+            log(f"error while closing the lost model: {describe(error)}")
         said = ""
         for wait in self._waits:
             await asyncio.sleep(wait)
@@ -157,7 +152,7 @@ class Backend:
                 model = await asyncio.to_thread(self._loaded_and_kept)
             except Exception as error:
                 said = describe(error)
-                print(f"loading again failed: {said}", file=sys.stderr, flush=True)
+                log(f"loading again failed: {said}")
             else:
                 self._take(model)
                 return

@@ -13,13 +13,10 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from hybrid.core.errors import DeviceLost
-from hybrid.serve.adapter import Open
-from hybrid.serve.errors import ApiError, bad_request
-from hybrid.serve.guard import USE
-from hybrid.serve.http import Json, JsonRoute
-from hybrid.serve.service import Service, note
-from hybrid.serve.wire import FirstError, Text, Wire, kind_of
+from hybrid.serve.errors import bad_request
+from hybrid.serve.http import Json, JsonRoute, until_gone
+from hybrid.serve.service import Service, Work, note
+from hybrid.serve.wire import FirstError, Open, Text, Wire, kind_of
 
 if TYPE_CHECKING:
     from hybrid.embedding import EmbeddingModel
@@ -67,15 +64,14 @@ class Document(Wire):
     text: Text
 
 
+DocumentOrText = Annotated[
+    Annotated[Text, Tag("<string>")] | Annotated[Document, Tag("<object>")], Discriminator(kind_of)
+]
+
+
 class RerankRequest(Wire):
     query: Text
-    documents: Annotated[
-        list[
-            Annotated[Annotated[Text, Tag("<string>")] | Annotated[Document, Tag("<object>")], Discriminator(kind_of)]
-        ],
-        Field(min_length=1, max_length=INPUTS),
-        FirstError(),
-    ]
+    documents: Annotated[list[DocumentOrText], Field(min_length=1, max_length=INPUTS), FirstError()]
     model: str | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
@@ -100,74 +96,65 @@ class OllamaEmbeddings(Open):
 def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
 
-    async def embedded(
-        request: Request,
-        model: EmbeddingModel,
-        texts: Sequence[Asked],
-        dimensions: int | None = None,
-        cut: bool = False,
-    ) -> tuple[np.ndarray, int]:
-        """(vectors, tokens) of texts behind their tasks' prompts. ApiError."""
-
-        def work() -> tuple[np.ndarray, int]:
-            ids = [model.encode(text, task, cut) if isinstance(text, str) else text for text, task in texts]
-            return model.embed(ids, None, dimensions), sum(map(len, ids))
-
-        try:
-            found: tuple[np.ndarray, int] = await service.unless_gone(request, service.embedded(request, work))
-        except ApiError as error:
-            if error.code == "device_lost":
-                request.scope[USE].backend.lost(model, DeviceLost(error.message))
-            raise
-        return found
-
-    def named(model: EmbeddingModel) -> str:
-        return service.settings.name or model.checkpoint.name
-
     @r.post("/v1/embeddings", summary="Embeddings of texts")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        model = await service.embedder(request, body.model)
-        task = _task(model, body)
-        _check_dimensions(model, body.dimensions)
+        work = await service.use(request, body.model, embeds=True)
+        task = _task(work.model, body)
         texts = [(text, task) for text in _listed(body.input)]
-        vectors, tokens = await embedded(request, model, texts, body.dimensions)
+        vectors, tokens = await _embedded(work, texts, body.dimensions)
         shown = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
         data = [{"object": "embedding", "index": i, "embedding": shown(v)} for i, v in enumerate(vectors)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return Json({"object": "list", "data": data, "model": named(model), "usage": usage})
+        return Json({"object": "list", "data": data, "model": service.name(work.model), "usage": usage})
 
     @r.post("/v1/rerank", summary="Documents by their similarity to a query")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        model = await service.embedder(request, body.model)
-        query, document = (task if task in model.tasks else None for task in ("query", "document"))
+        work = await service.use(request, body.model, embeds=True)
+        query, document = (task if task in work.model.tasks else None for task in ("query", "document"))
         documents = [d if isinstance(d, str) else d.text for d in body.documents]
         texts = [(body.query, query), *((text, document) for text in documents)]
-        vectors, tokens = await embedded(request, model, texts)
+        vectors, tokens = await _embedded(work, texts)
         scores = vectors[1:] @ vectors[0]
         best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": float(scores[i])} for i in best]
         for result in results if body.return_documents else ():
             result["document"] = {"text": documents[result["index"]]}
-        return Json({"model": named(model), "results": results, "usage": {"total_tokens": tokens}})
+        return Json({"model": service.name(work.model), "results": results, "usage": {"total_tokens": tokens}})
 
     @r.post("/api/embed", summary="Embeddings of texts, in Ollama's form")
     async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
-        began, model = time.perf_counter_ns(), await service.embedder(request, body.model)
-        _check_dimensions(model, body.dimensions)
+        began = time.perf_counter_ns()
+        work = await service.use(request, body.model, embeds=True)
         texts = [(text, None) for text in _listed(body.input)]
-        vectors, tokens = await embedded(request, model, texts, body.dimensions, body.truncate is not False)
+        vectors, tokens = await _embedded(work, texts, body.dimensions, body.truncate is not False)
         took = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0, "prompt_eval_count": tokens}
-        answer = {"model": body.model or named(model), "embeddings": vectors.tolist(), **took}
+        answer = {"model": body.model or service.name(work.model), "embeddings": vectors.tolist(), **took}
         return Json(answer, headers=note(body.ignored()))
 
     @r.post("/api/embeddings", summary="The embedding of a text, in Ollama's older form")
     async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
-        vectors, _ = await embedded(
-            request, await service.embedder(request, body.model), [(body.prompt, None)], cut=True
-        )
+        work = await service.use(request, body.model, embeds=True)
+        vectors, _ = await _embedded(work, [(body.prompt, None)], cut=True)
         return Json({"embedding": vectors[0].tolist()}, headers=note(body.ignored()))
 
     return r
+
+
+async def _embedded(
+    work: Work, texts: Sequence[Asked], dimensions: int | None = None, cut: bool = False
+) -> tuple[np.ndarray, int]:
+    """(vectors, tokens) of texts behind their tasks' prompts. ApiError."""
+    model: EmbeddingModel = work.model
+    try:
+        model.check_dimensions(dimensions)
+    except ValueError as error:
+        raise bad_request(str(error), "dimensions", "invalid_value") from None
+
+    def run() -> tuple[np.ndarray, int]:
+        ids = [model.encode(text, task, cut) if isinstance(text, str) else text for text, task in texts]
+        return model.embed(ids, None, dimensions), sum(map(len, ids))
+
+    return await until_gone(work.request, work.embedded(run))
 
 
 def _listed(given: str | list[Any]) -> list[Any]:
@@ -179,17 +166,9 @@ def _task(model: EmbeddingModel, body: EmbeddingsRequest) -> str | None:
     """The task that a request names. ApiError 400."""
     task, param = (body.task, "task") if body.task is not None else (body.prompt_name, "prompt_name")
     if task is not None and task not in model.tasks:
-        raise bad_request(
-            f"the model knows no task '{task[:64]}'; known: {', '.join(model.tasks)}", param, "invalid_value"
-        )
+        known = ", ".join(model.tasks)
+        raise bad_request(f"the model knows no task '{task[:64]}'; known: {known}", param, "invalid_value")
     return task
-
-
-def _check_dimensions(model: EmbeddingModel, dimensions: int | None) -> None:
-    try:
-        model.check_dimensions(dimensions)
-    except ValueError as error:
-        raise bad_request(str(error), "dimensions", "invalid_value") from None
 
 
 def _base64(vector: np.ndarray) -> str:

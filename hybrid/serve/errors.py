@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot
+from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot, QueueFull
 from hybrid.text.chat_template import ChatError
 
 LONGEST_NAME = 64
@@ -119,21 +119,22 @@ def from_engine(error: BaseException) -> ApiError:
         return error
     if isinstance(error, DeviceLost):
         return unavailable("the device was lost while this request ran: send it again", "device_lost")
-    if type(error).__name__ == "QueueFull":
-        return busy(
-            "more requests wait than the queue holds: try again later", float(getattr(error, "retry_after", 1.0))
-        )
+    if isinstance(error, QueueFull):
+        return busy("more requests wait than the queue holds: try again later", error.retry_after)
     if isinstance(error, NoFreeSlot):
         return busy("all slots of the model are in use: try again later", 1.0)
     if isinstance(error, ContextExceeded):
         return bad_request(str(error), code="context_length_exceeded")
     if isinstance(error, InvalidSchema):
         return bad_request(str(error), code="invalid_schema")
-    if isinstance(error, ChatError):
-        return bad_request(str(error), "messages")
     if isinstance(error, ValueError):
-        return bad_request(str(error))
+        return bad_request(str(error), "messages" if isinstance(error, ChatError) else None)
     return internal(error)
+
+
+def log(line: str) -> None:
+    """Write a line of the server's log, which is standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def printable(text: str, most: int = 500) -> str:
@@ -143,7 +144,7 @@ def printable(text: str, most: int = 500) -> str:
 
 def internal(error: BaseException) -> ApiError:
     """A 500 response; logs the error."""
-    print(f"error: internal: {type(error).__name__}: {printable(str(error))}", file=sys.stderr, flush=True)
+    log(f"error: internal: {type(error).__name__}: {printable(str(error))}")
     return ApiError(500, "the server failed on this request; its log says how", "server_error", code="internal_error")
 
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid.engine.request import Completion, Event, Timings, Usage
 from hybrid.engine.stats import TokenLogprob
+from hybrid.serve.answers import Answer
 from hybrid.serve.errors import ApiError
 from hybrid.serve.http import EVENTS, packed
 from hybrid.serve.running import Item
-from hybrid.text.marks import Channel
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 FINISH = {
@@ -34,46 +35,37 @@ TEXTS = ("content", "reasoning_content")
 """Deltas that hold text."""
 
 
-class Form(Protocol):
-    """Format of an endpoint's answer. media: type of a stream; waiting: a chunk that keeps an idle stream open."""
+class Form(ABC):
+    """An answer in an endpoint's format, streamed in chunks or whole."""
 
-    @property
-    def media(self) -> str: ...
+    media = EVENTS
+    """Type of a stream."""
+    api = ""
+    """Beginning of the API's addresses, if its errors have a form of their own."""
 
-    @property
-    def waiting(self) -> bytes: ...
+    def waiting(self) -> bytes:
+        """A chunk that keeps an idle stream open."""
+        return b": waiting\n\n"
 
     def open(self) -> bytes:
         """The first chunks of a stream."""
+        return b""
 
+    @abstractmethod
     def push(self, item: Item) -> bytes:
         """A choice's new events as chunks; empty if there is nothing to send yet."""
 
+    @abstractmethod
     def close(self) -> bytes:
         """The last chunks, after every choice has ended."""
 
     def fail(self, error: ApiError) -> bytes:
         """The final chunks of a failed stream."""
+        return error.ending(self.api)
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-
-
-class Reader(Protocol):
-    """Streaming parser that separates thoughts and tool calls from text."""
-
-    channel: Channel | None
-    """Where the pushed tokens are; None for a vocabulary without thoughts."""
-
-    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The deltas of an event: {"content": text}, {"reasoning_content": text} or {"tool_calls": [...]}."""
-
-    def end(self) -> list[dict[str, Any]]:
-        """Deltas of the buffered rest."""
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """Tool calls so far."""
 
 
 def finite(logprob: float) -> float:
@@ -110,13 +102,11 @@ class Tokens:
         return {**self.entry(t.id, t.logprob), "top_logprobs": [self.entry(i, p) for i, p in t.top[:top]]}
 
 
-def usage(
-    done: Sequence[Completion | None], prompts: Sequence[int], readers: Sequence[Reader | None] = ()
-) -> dict[str, Any]:
+def usage(done: Sequence[Completion], prompts: Sequence[int], readers: Sequence[Answer] = ()) -> dict[str, Any]:
     """The usage object. done: completion of each choice. prompts: index of each prompt's first choice, since a prompt
     counts once. readers: of the choices."""
-    thoughts = sum(r.channel.tokens for r in readers if r is not None and r.channel is not None)
-    ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
+    thoughts = sum(r.channel.tokens for r in readers if r.channel is not None)
+    ended = [d.usage for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
     drafts = {}
@@ -136,6 +126,10 @@ def event(value: Any) -> bytes:
     return b"data: " + packed(value) + b"\n\n"
 
 
+def named_event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\n" + event({"type": kind, **fields})
+
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -153,39 +147,33 @@ class Head:
     usage: bool = False
     every_usage: bool = False
 
-    def logprobs(self, events: Sequence[Event], reader: Reader | None) -> list[TokenLogprob]:
+    def logprobs(self, events: Sequence[Event], reader: Answer) -> list[dict[str, Any]]:
         """Logprobs of the events' tokens that are part of a message. Before the reader gets the events."""
         if self.top is None:
             return []
-        channel = copy(reader.channel) if reader is not None else None
+        channel = copy(reader.channel)
         found = [p for e in events for p in e.logprobs or () if channel is None or not channel.take(p.id)]
-        return [p for p in found if p.id not in self.ends]
+        return [self.tokens.chat(p, self.top) for p in found if p.id not in self.ends]
 
 
-class Events:
-    """Base of forms that are streamed as server-sent events."""
-
-    media, waiting = EVENTS, b": waiting\n\n"
-
-
-class _Choices(Events):
+class _Choices(Form):
     """Base of chat and completions: the head of every object, finished choices, the usage chunk."""
 
     prefix, chunk_object, whole_object = "", "", ""
-    _readers: Sequence[Reader | None] = ()
+    _readers: Sequence[Answer] = ()
 
     def __init__(self, head: Head, count: int, prompts: Sequence[int]) -> None:
         self.head = head
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._same = {
             "id": self.id,
-            "object": "",
             "created": int(time.time()),
             "model": head.model,
             "system_fingerprint": head.fingerprint,
         }
         self._prompts = prompts
-        self.done: list[Completion | None] = [None] * count
+        self._count = count
+        self.done: dict[int, Completion] = {}
         self._generated = 0
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -201,25 +189,20 @@ class _Choices(Events):
             out = event({**self._same, "object": self.chunk_object, "choices": [], "usage": self._usage()})
         return out + DONE
 
-    def fail(self, error: ApiError) -> bytes:
-        return error.ending()
-
     def whole(self) -> dict[str, Any]:
-        choices = [self._whole(i) for i in range(len(self.done))]
+        choices = [self._whole(i) for i in range(self._count)]
         return {**self._same, "object": self.whole_object, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self.done, self._prompts, self._readers)
+        return usage([self.done[i] for i in range(self._count)], self._prompts, self._readers)
 
+    @abstractmethod
     def _whole(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of the whole answer."""
 
 
-def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
-    """The deltas of a choice's events, with adjacent text joined. reader: if it may think or call tools."""
-    if reader is None:
-        text = "".join(e.text for e in item.events)
-        return [{"content": text}] if text else []
+def read(reader: Answer, item: Item) -> list[dict[str, Any]]:
+    """The deltas of a choice's events, with adjacent text joined."""
     deltas: list[dict[str, Any]] = []
     for e in item.events:
         deltas += reader.push(e.text, e.ids)
@@ -236,11 +219,11 @@ def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
 
 
 class ChatForm(_Choices):
-    """chat.completion and chat.completion.chunk. readers: one for each choice; None if it can only be text."""
+    """chat.completion and chat.completion.chunk. readers: one for each choice."""
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, head: Head, readers: Sequence[Reader | None]) -> None:
+    def __init__(self, head: Head, readers: Sequence[Answer]) -> None:
         super().__init__(head, len(readers), [0])
         self._readers = readers
         self._texts: list[dict[str, list[str]]] = [{key: [] for key in TEXTS} for _ in readers]
@@ -248,13 +231,12 @@ class ChatForm(_Choices):
 
     def open(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._delta(i, first, None) for i in range(len(self.done)))
+        return b"".join(self._delta(i, first, None) for i in range(self._count))
 
     def push(self, item: Item) -> bytes:
         i = item.choice
         self._generated += sum(len(e.ids) for e in item.events)
-        said = self.head.logprobs(item.events, self._readers[i])
-        fresh = [self.head.tokens.chat(p, self.head.top or 0) for p in said]
+        fresh = self.head.logprobs(item.events, self._readers[i])
         deltas = read(self._readers[i], item)
         if (kept := self._logprobs[i]) is not None:
             kept += fresh
@@ -276,13 +258,11 @@ class ChatForm(_Choices):
         return self._chunk({"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish})
 
     def _finish(self, index: int) -> str:
-        done, reader = self.done[index], self._readers[index]
-        word = FINISH[done.finish] if done is not None else "stop"
-        return "tool_calls" if word == "stop" and reader is not None and reader.calls else word
+        word, reader = FINISH[self.done[index].finish], self._readers[index]
+        return "tool_calls" if word == "stop" and reader.calls else word
 
     def _whole(self, index: int) -> dict[str, Any]:
-        reader, kept = self._readers[index], self._logprobs[index]
-        calls = reader.calls if reader is not None else []
+        calls, kept = self._readers[index].calls, self._logprobs[index]
         text, thought = ("".join(self._texts[index][key]) for key in TEXTS)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if thought:
@@ -291,6 +271,54 @@ class ChatForm(_Choices):
             message["tool_calls"] = calls
         shown = None if kept is None else {"content": kept, "refusal": None}
         return {"index": index, "message": message, "logprobs": shown, "finish_reason": self._finish(index)}
+
+
+class PartsForm(Form):
+    """Base of answers of one choice that list its parts in order: thoughts, texts and calls of tools."""
+
+    def __init__(self, head: Head, reader: Answer) -> None:
+        self.head, self.reader = head, reader
+        self.parts: list[dict[str, Any]] = []
+        self.done: Completion | None = None
+        self._kind = ""  # of the open part: as of deltas; empty if there is none
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def push(self, item: Item) -> bytes:
+        fresh, out = self.head.logprobs(item.events, self.reader), b""
+        for delta in read(self.reader, item):
+            ((kind, piece),) = delta.items()
+            call = piece[0] if kind == "tool_calls" else {}
+            if kind != self._kind or "id" in call:
+                out += self.end() + self._begin(kind, call)
+                self._kind, self._pieces, self._logprobs = kind, [], []
+            piece = call["function"]["arguments"] if call else piece
+            said, fresh = (fresh, []) if kind == "content" else ([], fresh)
+            self._pieces.append(piece)
+            self._logprobs += said
+            out += self._more(piece, said) if piece else b""
+        self._logprobs += fresh  # of tokens without text yet
+        if item.done is not None:
+            self.done = item.done
+            out += self.end()
+        return out
+
+    def end(self) -> bytes:
+        """Complete the open part, if any."""
+        ended, self._kind = bool(self._kind), ""
+        return self._end("".join(self._pieces), self._logprobs) if ended else b""
+
+    @abstractmethod
+    def _begin(self, kind: str, call: dict[str, Any]) -> bytes:
+        """Append a part. kind: as of deltas; call: of a tool, else empty."""
+
+    @abstractmethod
+    def _more(self, piece: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """More of the last part."""
+
+    @abstractmethod
+    def _end(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """Complete the last part. text: all its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,80 +341,71 @@ class CompletionForm(_Choices):
         super().__init__(head, len(echoes), range(0, len(echoes), n))
         self._echoes = echoes
         self._text = [[e.text] for e in echoes]
-        self._logprobs = [None if head.top is None else _Logprobs(head, e) for e in echoes]
+        self._rows = [_Rows(head, e) for e in echoes]
         if not begun:
             took = Timings(None, None, 0.0)
-            self.done = [Completion("", (), "length", None, Usage(e.tokens, 0, 0), took) for e in echoes]
+            for i, e in enumerate(echoes):
+                self.done[i] = Completion("", (), "length", None, Usage(e.tokens, 0, 0), took)
 
     def open(self) -> bytes:
         out = []
         for i, e in enumerate(self._echoes):
-            kept = self._logprobs[i]
             if e.text or e.ids:
-                out.append(self._piece(i, e.text, kept.fields if kept is not None else None))
-            if (done := self.done[i]) is not None:
-                out.append(self._piece(i, "", None, FINISH[done.finish]))
+                out.append(self._piece(i, e.text, self._rows[i].all))
+            if i in self.done:
+                out.append(self._piece(i, "", None, FINISH[self.done[i].finish]))
         return b"".join(out)
 
     def push(self, item: Item) -> bytes:
-        i, kept = item.choice, self._logprobs[item.choice]
+        i = item.choice
         self._generated += sum(len(e.ids) for e in item.events)
         text = "".join(e.text for e in item.events)
-        # An entry for every token, end-of-text included: clients rely on it.
-        fresh = kept.more([p for e in item.events for p in e.logprobs or ()]) if kept is not None else None
         self._text[i].append(text)
-        out = self._piece(i, text, fresh) if text or (fresh and fresh["tokens"]) else b""
+        # An entry for every token, end-of-text included: clients rely on it.
+        fresh = self._rows[i].more([p for e in item.events for p in e.logprobs or ()])
+        out = self._piece(i, text, fresh) if text or fresh else b""
         if item.done is not None:
             self.done[i] = item.done
             out += self._piece(i, "", None, FINISH[item.done.finish])
         return out
 
-    def _piece(self, index: int, text: str, logprobs: dict[str, list[Any]] | None, finish: str | None = None) -> bytes:
-        return self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
+    def _piece(self, index: int, text: str, rows: list[_Row] | None, finish: str | None = None) -> bytes:
+        return self._chunk(self._choice(index, text, rows, finish))
+
+    def _choice(self, index: int, text: str, rows: list[_Row] | None, finish: str | None) -> dict[str, Any]:
+        shown = None
+        if rows is not None and self.head.top is not None:
+            shown = {name: [row[n] for row in rows] for n, name in enumerate(_ROW)}
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": finish}
 
     def _whole(self, index: int) -> dict[str, Any]:
-        done, kept = self.done[index], self._logprobs[index]
-        return {
-            "index": index,
-            "text": "".join(self._text[index]),
-            "logprobs": kept.fields if kept is not None else None,
-            "finish_reason": FINISH[done.finish] if done is not None else "stop",
-        }
+        return self._choice(index, "".join(self._text[index]), self._rows[index].all, FINISH[self.done[index].finish])
 
 
-class _Logprobs:
-    """The logprobs object of a completion, with those of an echoed prompt first."""
+_ROW = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_Row = tuple[str, float | None, dict[str, float] | None, int]
+"""Of a token in the logprobs object of a completion."""
+
+
+class _Rows:
+    """Rows of a completion's tokens, those of an echoed prompt first. Without logprobs there are none."""
 
     def __init__(self, head: Head, echo: Echo) -> None:
         self._tokens, self._top = head.tokens, head.top
         self._text = head.tokens.decoder()
         self._at = 0 if echo.ids else len(echo.text)
-        self.fields: dict[str, list[Any]] = _empty()
-        for token, known in zip(echo.ids, echo.logprobs, strict=False):
-            self._add(self.fields, token, known)
+        self.all = [self._row(*of) for of in zip(echo.ids, echo.logprobs, strict=False)]
 
-    def more(self, found: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """The logprobs fields of the next tokens."""
-        fresh = _empty()
-        for p in found:
-            self._add(fresh, p.id, p)
-        for key, values in fresh.items():
-            self.fields[key] += values
+    def more(self, found: Sequence[TokenLogprob]) -> list[_Row]:
+        """The rows of the next tokens."""
+        fresh = [self._row(p.id, p) for p in found]
+        self.all += fresh
         return fresh
 
-    def _add(self, fields: dict[str, list[Any]], token: int, known: TokenLogprob | None) -> None:
-        name = self._tokens.name
-        fields["tokens"].append(name(token))
-        fields["token_logprobs"].append(None if known is None else finite(known.logprob))
-        top = (
-            None
-            if known is None
-            else {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
-        )
-        fields["top_logprobs"].append(top)
-        fields["text_offset"].append(self._at)
+    def _row(self, token: int, known: TokenLogprob | None) -> _Row:
+        name, at = self._tokens.name, self._at
         self._at += len(self._text.push(token))
-
-
-def _empty() -> dict[str, list[Any]]:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if known is None:
+            return name(token), None, None, at
+        top = {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
+        return name(token), finite(known.logprob), top, at

@@ -77,7 +77,6 @@ class Grammars:
         key = (grammars,) if isinstance(grammars, str) else tuple(grammars)
         try:
             made = self._grammar(key).constraint()
-            made.ready(MASK_SECONDS)
             made.mask()
         except InvalidSchema as error:
             raise bad_request(str(error), param, "invalid_schema") from None
@@ -108,7 +107,9 @@ class Grammars:
             self._evict()
             if sum(g.memory for g in self._all if g.alive) > LIVE_MEMORY:
                 raise busy("structured answers take all the memory that this server gives them: try again later", 5.0)
-            source = self._running()
+            if self._source is None or not self._source.alive:
+                self._source = _Source(self._tokenizer)
+            source = self._source
         made = Grammar(source, self._ends, self._vocab)
         made.compile(key)
         with self._lock:
@@ -116,11 +117,6 @@ class Grammars:
             self._kept[key] = made
             self._evict()
         return made
-
-    def _running(self) -> _Source:
-        if self._source is None or not self._source.alive:
-            self._source = _Source(self._tokenizer)
-        return self._source
 
     def _evict(self) -> None:
         """Evict the least recently used grammars without sequences, down to the limits."""
@@ -215,7 +211,7 @@ class Grammar:
 
     def compile(self, grammars: Sequence[str]) -> None:
         """Compile the first valid grammar. InvalidSchema with the reason if there is none."""
-        self._say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
+        self.say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
         until = time.monotonic() + worker.SECONDS
         while self._compiled is None and self.alive and (left := until - time.monotonic()) > 0:
             self._listen(left)
@@ -234,11 +230,8 @@ class Grammar:
         number = next(self._numbers)
         with self._lock:
             self._live.add(number)
-        self._say(worker.COPY, of, number)
+        self.say(worker.COPY, of, number)
         return GrammarConstraint(self, number)
-
-    def ask(self, op: bytes, number: int, question: int, body: bytes = b"") -> None:
-        self._say(op, number, question, body)
 
     def answer(self, number: int, question: int, wait: float) -> tuple[bytes, bytes] | None:
         """(kind, body) of an answer; None after `wait` seconds without it. InvalidSchema if the process has ended."""
@@ -268,7 +261,8 @@ class Grammar:
         if getattr(self, "alive", False):
             self._connection.close()  # the process exits at its next read
 
-    def _say(self, op: bytes, number: int, argument: int, body: bytes = b"", seconds: float = 0.0) -> None:
+    def say(self, op: bytes, number: int, argument: int, body: bytes = b"", seconds: float = 0.0) -> None:
+        """Send a message, waiting at most `seconds` for room; the process that reads none is as if it had ended."""
         until = time.monotonic() + seconds
         with self._lock:
             message = b""
@@ -402,7 +396,7 @@ class GrammarConstraint(Constraint):
     def _ask(self, op: bytes, body: bytes = b"") -> None:
         self._question += 1
         self._mask, self._likely, self._asked = None, (), time.monotonic()
-        self._grammar.ask(op, self._number, self._question, body)
+        self._grammar.say(op, self._number, self._question, body)
 
     def __del__(self) -> None:
         grammar = getattr(self, "_grammar", None)

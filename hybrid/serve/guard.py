@@ -16,26 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid.serve.errors import ApiError, internal, unavailable
+from hybrid.serve.http import STREAMED, refused
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.settings import Settings
 
 OPEN = ("/", "/dashboard", "/health", "/ready")
 """Paths without an API key, besides those under /page/: static pages and health checks."""
-COUNTED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/api/chat",
-    "/api/generate",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/api/embed",
-    "/api/embeddings",
-    "/tokenize",
-    "/detokenize",
-)
+EMBEDDING = ("/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings")
+COUNTED = (*STREAMED, *EMBEDDING, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+"""Paths whose requests are counted."""
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -84,10 +73,8 @@ def _check_key(headers: Headers, keys: Sequence[str]) -> None:
     given = key_of(headers).encode("utf-8", "surrogateescape")
     known = [hmac.compare_digest(given, k.encode()) for k in keys]  # compare with all keys: constant time
     if not any(known):
-        what = (
-            "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
-        )
-        raise ApiError(401, what, code="invalid_api_key")
+        missing = "You didn't provide an API key: send Authorization: Bearer KEY."
+        raise ApiError(401, "Incorrect API key provided." if given else missing, code="invalid_api_key")
 
 
 class Guard:
@@ -119,18 +106,18 @@ class Guard:
             admit(scope, self._settings)
             await self._app(asked, self._bounded(scope, receive), sent)
         except ApiError as error:
-            await _refuse(error, scope, sent)
+            await refused(error, scope["path"])(scope, receive, sent)
         except asyncio.CancelledError:  # drain timeout; re-raising would log a traceback
             scope[OUTCOME] = "cancelled"
             if not status:
                 stopping = unavailable("the server is stopping: send the request elsewhere", "stopping")
-                await _refuse(stopping, scope, sent)
+                await refused(stopping, scope["path"])(scope, receive, sent)
         except Exception as error:
             if os.environ.get("HYBRID_DEBUG") == "1":
                 raise
             answer = internal(error)
             if not status:
-                await _refuse(answer, scope, sent)
+                await refused(answer, scope["path"])(scope, receive, sent)
         finally:
             if USE in asked:
                 asked[USE].end()
@@ -175,11 +162,3 @@ def outcome_of(status: int) -> str:
     """ok, cancelled, busy, refused, unavailable or failed."""
     named: Mapping[int, str] = {499: "cancelled", 429: "busy", 503: "unavailable"}
     return named.get(status) or ("ok" if status < 400 else "refused" if status < 500 else "failed")
-
-
-async def _refuse(error: ApiError, scope: Scope, send: Send) -> None:
-    body = error.text(scope["path"])
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})

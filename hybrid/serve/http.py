@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
-from hybrid.serve.errors import bad_request
+from hybrid.serve.errors import ApiError, bad_request
 
-
-class Gone(Exception):
-    """The client disconnected before its answer was ready."""
+T = TypeVar("T")
 
 
 class JsonRequest(Request):
@@ -59,22 +57,32 @@ class Json(Response):
         return packed(content)
 
 
+def refused(error: ApiError, path: str) -> Response:
+    """An error response in the form of the address's API."""
+    return Json(error.body(path), error.status, error.headers())
+
+
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def until_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`. If the client disconnects first, cancels `work` and raises Gone."""
+def gone() -> ApiError:
+    """The refusal of a request whose client disconnected before its answer was ready."""
+    return ApiError(499, "the client went away", code="cancelled")
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, cancelled if the client disconnects first. ApiError 499."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
+    left = asyncio.ensure_future(_gone(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise gone()
         return task.result()
     finally:
-        await _end(task, gone)
+        await _end(task, left)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
@@ -85,51 +93,47 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and JSON objects one a line."""
+STREAMED = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), EVENTS),
+    **dict.fromkeys(("/api/chat", "/api/generate"), LINES),
+}
+"""The endpoints that stream, with the type of their streams."""
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A stream of `chunks`. Ends if the client disconnects or reads nothing for `idle` seconds. Always
     calls `ended(whole)`; whole: everything was sent."""
 
     def __init__(
         self,
-        chunks: AsyncIterator[bytes],
+        chunks: AsyncGenerator[bytes, None],
         idle: float,
         ended: Callable[[bool], None],
         headers: Mapping[str, str] | None = None,
         media: str = EVENTS,
     ) -> None:
-        super().__init__(
-            media_type=media, headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
-        )
-        del self.headers["content-length"]
+        own = {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
+        super().__init__(chunks, media_type=media, headers=own)
         self._chunks, self._idle, self._ended = chunks, idle, ended
         self._since: float | None = None  # start of the current send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.ensure_future(self._write(send))
-        gone = asyncio.ensure_future(_gone(receive))
         now = asyncio.get_running_loop().time
+
+        async def timed(message: Message) -> None:
+            self._since = now()
+            await send(message)
+            self._since = None
+
+        writer = asyncio.ensure_future(self.stream_response(timed))
+        left = asyncio.ensure_future(_gone(receive))
         try:
-            while not writer.done() and not gone.done():
-                await asyncio.wait({writer, gone}, timeout=self._idle / 4, return_when=asyncio.FIRST_COMPLETED)
+            while not writer.done() and not left.done():
+                await asyncio.wait({writer, left}, timeout=self._idle / 4, return_when=asyncio.FIRST_COMPLETED)
                 if self._since is not None and now() - self._since > self._idle:
                     break
         finally:
             whole = writer.done() and not writer.cancelled() and writer.exception() is None
-            await _end(writer, gone)
+            await _end(writer, left)
+            await self._chunks.aclose()
             self._ended(whole)
-
-    async def _write(self, send: Send) -> None:
-        now = asyncio.get_running_loop().time
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for chunk in self._chunks:
-                self._since = now()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._since = None
-        finally:
-            closing = getattr(self._chunks, "aclose", None)
-            if closing is not None:
-                await closing()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybrid.serve.backend import Backend
     from hybrid.serve.models import Models
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 disable_created_metrics()
 _FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _BETWEEN = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
@@ -63,20 +64,17 @@ class _Engines(Collector):
 
     def collect(self) -> Iterable[Metric]:
         models = self._models
-        yield GaugeMetricFamily(
-            "hybrid_ready", "1 while the server accepts requests", value=float(models.state == "ready")
-        )
+        ready = float(models.state == "ready")
+        yield GaugeMetricFamily("hybrid_ready", "1 while the server accepts requests", value=ready)
         found: dict[str, Metric] = {}
         for backend in models.backends.values():
             add_samples(found, _of_backend(backend), **({"model": backend.name} if backend.name else {}))
         yield from found.values()
         device = models.first.joules
         if device is not None and (joules := device.read()) is not None:
-            energy = CounterMetricFamily(
-                "hybrid_device_joules", "Energy of the whole device since the start", labels=["source"]
-            )
-            energy.add_metric([device.source], joules)
-            yield energy
+            about = "Energy of the whole device since the start"
+            energy = CounterMetricFamily("hybrid_device_joules", about, labels=["source"])
+            yield _with(energy, [([device.source], joules)])
 
 
 def add_samples(found: dict[str, Metric], families: Iterable[Metric], **labels: str) -> None:
@@ -114,16 +112,11 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
     for name, about in counts.items():
         yield CounterMetricFamily(f"hybrid_{name}", about, value=getattr(m, name))
     finished = CounterMetricFamily("hybrid_finished", "Sequences by how they ended", labels=["reason"])
-    for reason, n in sorted(m.finished.items()):
-        finished.add_metric([reason], n)
-    yield finished
-    blocks = GaugeMetricFamily(
-        "hybrid_blocks", "Blocks of the KV cache by kind of layer and state", labels=["kind", "state"]
-    )
-    for kind, states in sorted(m.blocks.items()):
-        for state, n in sorted(states.items()):
-            blocks.add_metric([kind, state], n)
-    yield blocks
+    yield _with(finished, [([reason], n) for reason, n in sorted(m.finished.items())])
+    about = "Blocks of the KV cache by kind of layer and state"
+    blocks = GaugeMetricFamily("hybrid_blocks", about, labels=["kind", "state"])
+    states = [(kind, state, n) for kind, of in sorted(m.blocks.items()) for state, n in sorted(of.items())]
+    yield _with(blocks, [([kind, state], n) for kind, state, n in states])
     yield from _work(m.work())
 
 
@@ -139,6 +132,11 @@ def _work(totals: Mapping[PassPhase, Total]) -> Iterable[Metric]:
     names = {"nbytes": "bytes", "flops": "operations"}
     for field, about in shown.items():
         family = CounterMetricFamily(f"hybrid_device_{names.get(field, field)}", about, labels=["phase"])
-        for phase, total in sorted(totals.items()):
-            family.add_metric([phase], getattr(total, field))
-        yield family
+        yield _with(family, [([phase], getattr(total, field)) for phase, total in sorted(totals.items())])
+
+
+def _with(family: Any, samples: Iterable[tuple[list[str], float]]) -> Metric:
+    """A family with samples: values by labels."""
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hybrid.cli import describe
 from hybrid.serve.backend import Backend, State
-from hybrid.serve.errors import ApiError, busy, printable, unavailable
+from hybrid.serve.errors import ApiError, busy, log, printable, unavailable
 
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
@@ -216,7 +215,7 @@ class Models:
             return failure
         assert self._several is not None
         line = printable(describe(failure))
-        print(f"error: {backend.name} could not be loaded: {line}", file=sys.stderr, flush=True)
+        log(f"error: {backend.name} could not be loaded: {line}")
         is_told = isinstance(failure, ValueError | RuntimeError | OSError | MemoryError)
         shown = line.replace(self._several.sources[backend.name].folder, "") if is_told else "its log says how"
         return unavailable(f"the model '{backend.name}' could not be loaded: {shown}", "load_failed")

@@ -7,37 +7,18 @@ from typing import Any
 from fastapi import FastAPI
 
 from hybrid.serve.errors import ANTHROPIC, OLLAMA
-from hybrid.serve.http import EVENTS, LINES
+from hybrid.serve.http import STREAMED
 
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+TEXT = {"type": "string"}
+TEXT_OR_NULL = {"type": ["string", "null"]}
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
+ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT))
+OLLAMA_ERROR = _object(error=TEXT)
 REFUSALS = {
     "400": "The request is invalid",
     "401": "The key is missing or wrong",
@@ -49,10 +30,6 @@ REFUSALS = {
     "429": "The queue is full; Retry-After says when to try again",
     "499": "The client disconnected",
     "503": "The model is being loaded or cannot be, its device was lost, or the server is stopping",
-}
-STREAMED = {
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), EVENTS),
-    **dict.fromkeys(("/api/chat", "/api/generate"), LINES),
 }
 
 
@@ -81,14 +58,12 @@ def amended(document: dict[str, Any], keys: bool) -> dict[str, Any]:
             for status, about in REFUSALS.items():
                 operation["responses"].setdefault(status, {"description": about, "content": body})
             if path in STREAMED:
-                operation["responses"]["200"]["content"][STREAMED[path]] = {"schema": {"type": "string"}}
+                operation["responses"]["200"]["content"][STREAMED[path]] = {"schema": TEXT}
             if path == "/metrics":
-                operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+                operation["responses"]["200"]["content"] = {"text/plain": {"schema": TEXT}}
             if path == "/ready":
-                operation["responses"]["503"] = {
-                    "description": "Not yet, or no longer",
-                    "content": {"application/json": {}},
-                }
+                not_yet = {"description": "Not yet, or no longer", "content": {"application/json": {}}}
+                operation["responses"]["503"] = not_yet
     if keys:
         document["components"]["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer"},

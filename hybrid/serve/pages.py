@@ -21,27 +21,22 @@ TYPES = {
     ".mjs": "text/javascript",  # of others
     ".svg": "image/svg+xml",
 }
-
-
 HEAD = "head.html"
 """The shared part of the pages' heads; replaces a comment with this name."""
-
-
-def content(path: Path) -> bytes:
-    """A file's content with the shared head."""
-    return path.read_bytes().replace(f"<!-- {HEAD} -->\n".encode(), (FOLDER / HEAD).read_bytes())
 
 
 def router() -> APIRouter:
     """Routes of the files, which are read once, now."""
     r = APIRouter(include_in_schema=False)
+    mark, head = f"<!-- {HEAD} -->\n".encode(), (FOLDER / HEAD).read_bytes()
     files = {
-        p.name: (content(p), TYPES[p.suffix])
-        for p in sorted(FOLDER.iterdir())
-        if p.suffix in TYPES and p != FOLDER / HEAD
+        p.name: (p.read_bytes().replace(mark, head), TYPES[p.suffix])
+        for p in FOLDER.iterdir()
+        if p.suffix in TYPES and p.name != HEAD
     }
 
-    def answer(name: str) -> Response:
+    @r.get("/page/{name}")
+    async def file(name: str) -> Response:
         if name not in files:
             raise ApiError(404, "there is nothing at this address", code="unknown_url")
         body, kind = files[name]
@@ -49,14 +44,10 @@ def router() -> APIRouter:
 
     @r.get("/")
     async def chat() -> Response:
-        return answer("chat.html")
+        return await file("chat.html")
 
     @r.get("/dashboard")
     async def dashboard() -> Response:
-        return answer("dashboard.html")
-
-    @r.get("/page/{name}")
-    async def file(name: str) -> Response:
-        return answer(name)
+        return await file("dashboard.html")
 
     return r

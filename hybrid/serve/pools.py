@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
 from hybrid.serve.errors import from_engine
@@ -37,13 +38,13 @@ class FairPool:
         self._executor = ThreadPoolExecutor(threads, f"hybrid {name}")
         self._idle = threads
         self._number = 0
-        self._waiting: OrderedDict[str, list[_Work]] = OrderedDict()  # by client, next one first
+        self._waiting: OrderedDict[str, list[_Work]] = OrderedDict()  # heaps by client, next one first
 
     async def run(self, client: str, parts: Parts[T], size: int = 0) -> T:
         """The result of work in parts; its errors as ApiError. size: a measure of its run time."""
         self._number += 1
         work = _Work(min(size, LONG), self._number, parts, asyncio.get_running_loop().create_future())
-        self._wait(client, work)
+        heappush(self._waiting.setdefault(client, []), work)
         self._start()
         try:
             found: T = await work.done
@@ -60,15 +61,10 @@ class FairPool:
 
         return await self.run(client, whole())
 
-    def _wait(self, client: str, work: _Work) -> None:
-        queue = self._waiting.setdefault(client, [])
-        queue.append(work)
-        queue.sort(key=lambda w: (w.size, w.number))
-
     def _start(self) -> None:
         while self._idle and self._waiting:
             client, queue = next(iter(self._waiting.items()))
-            work = queue.pop(0)
+            work = heappop(queue)
             self._waiting.move_to_end(client)
             if not queue:
                 del self._waiting[client]
@@ -84,7 +80,7 @@ class FairPool:
         error = running.exception()
         whole, result = (True, None) if error is not None else running.result()
         if not whole:
-            self._wait(client, work)
+            heappush(self._waiting.setdefault(client, []), work)
         elif not work.done.done():
             if error is None:
                 work.done.set_result(result)

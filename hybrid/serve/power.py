@@ -17,18 +17,19 @@ class Joules:
     nothing."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
-        self.source, self._meter, self._clock = meter.source, meter, clock
-        self._first = meter.counter() if meter.counter is not None else 0.0
+        self.source, self._clock, self._counter = meter.source, clock, meter.counter
+        self._power = meter.power if meter.counter is None else None
+        self._first = self._counter() if self._counter is not None else 0.0
         self._sum, self._last = 0.0, (clock(), self._watts())
 
     def read(self) -> float | None:
         """Joules up to now, or up to the last reading; None if the meter is unreadable."""
-        if self._meter.counter is not None:
-            try:
-                return self._meter.counter() - self._first
-            except OSError:
-                return None
-        return self._sum if self._meter.power is not None else None
+        if self._counter is None:
+            return self._sum if self._power is not None else None
+        try:
+            return self._counter() - self._first
+        except OSError:
+            return None
 
     def look(self) -> None:
         """Read the sensor and add the trapezoid since the last reading."""
@@ -39,14 +40,12 @@ class Joules:
 
     async def watch(self) -> None:
         """Read the sensor every SAMPLE seconds, forever; returns at once without a power sensor."""
-        while self._meter.power is not None and self._meter.counter is None:
+        while self._power is not None:
             await asyncio.sleep(SAMPLE)
             await asyncio.to_thread(self.look)
 
     def _watts(self) -> float | None:
-        if self._meter.power is None or self._meter.counter is not None:
-            return None
         try:
-            return self._meter.power()
+            return self._power() if self._power is not None else None
         except OSError:
             return None

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp
 
 from hybrid.serve.app import make_app
 from hybrid.serve.connection import connection
+from hybrid.serve.errors import log
 from hybrid.serve.grammars import missing
 from hybrid.serve.models import Load
 from hybrid.serve.settings import Settings
@@ -30,13 +30,13 @@ def serve(load: Load, settings: Settings, *, host: str, port: int, drain: float,
 
     def end(code: int, line: str) -> None:
         ended.append((code, line))
-        print(line, file=sys.stderr, flush=True)
+        log(line)
         server.begin_to_stop()
 
     app = make_app(load, settings, end)
     server = Server(configured(app, settings, drain, access_log), app.state.service.models.stop)
     if (what := missing()) is not None:
-        print(f"note: {what}", file=sys.stderr, flush=True)
+        log(f"note: {what}")
     announce(host, listening, settings)
     asyncio.run(server.serve([listening]))
     return ended[0][0] if ended else 0
@@ -45,13 +45,9 @@ def serve(load: Load, settings: Settings, *, host: str, port: int, drain: float,
 def announce(host: str, listening: socket.socket, settings: Settings, more: str = "") -> None:
     """Print the server's address, with a warning if it is open to the network."""
     if not settings.hosts and not settings.keys:
-        print(
-            f"warning: this server on {host} has no authentication: add --api-key-file FILE",
-            file=sys.stderr,
-            flush=True,
-        )
+        log(f"warning: this server on {host} has no authentication: add --api-key-file FILE")
     name = f"[{host}]" if ":" in host else host
-    print(f"serving http://{name}:{listening.getsockname()[1]}{more}", file=sys.stderr, flush=True)
+    log(f"serving http://{name}:{listening.getsockname()[1]}{more}")
 
 
 def configured(app: ASGIApp, settings: Settings, drain: float, access_log: bool = False) -> uvicorn.Config:
@@ -109,7 +105,6 @@ def listen(host: str, port: int) -> socket.socket:
         s.listen(BACKLOG)
     except OSError as error:
         s.close()
-        raise OSError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; see --host and --port"
-        ) from None
+        why = error.strerror or error
+        raise OSError(f"cannot listen on {host} port {port}: {why}; see --host and --port") from None
     return s

@@ -48,11 +48,9 @@ class Feed:
         try:
             for job in jobs:
                 self._handles.append(self._model.submit(job.prompt, **job.options))
-        except BaseException as error:
+        except Exception as error:
             self.cancel()
-            if isinstance(error, Exception):
-                raise self._refusal(error) from None
-            raise
+            raise self._refusal(error) from None
         for handle in self._handles:
             handle.watch(self._wake)
         self._open = {i: _Read(began) for i in range(len(jobs))}

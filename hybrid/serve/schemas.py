@@ -22,59 +22,20 @@ VALUES = 20_000
 """Most values of all enums."""
 
 TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+_LOGIC = ("not", "if", "then", "else")
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-)
+_SINGLE = ("items", "additionalItems", "additionalProperties", *_LOGIC, "contains", "propertyNames", *_UNEVALUATED)
 _TEXTS = ("$ref", "pattern", "format")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_NOT_FOLLOWED = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "minContains",
-    "maxContains",
-    "propertyNames",
-    "uniqueItems",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "$dynamicRef",
-    "$recursiveRef",
-)
+_CONTAINED = ("contains", "minContains", "maxContains", "uniqueItems", "propertyNames")
+_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+_NOT_FOLLOWED = (*_LOGIC, *_UNEVALUATED, *_CONTAINED, *_DEPENDENT, "$dynamicRef", "$recursiveRef")
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_STRUCTURE = (
-    "type",
-    "properties",
-    "required",
-    "items",
-    "prefixItems",
-    "enum",
-    "const",
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "$ref",
-    "$defs",
-    "definitions",
-    "additionalProperties",
-)
+_OF_OBJECTS = ("properties", "required", "additionalProperties")
+_STRUCTURE = ("type", "enum", "const", "items", "$ref", "$defs", "definitions", *_OF_OBJECTS, *_LISTS)
 _NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9bB]|\(\?P?=")
 """Unsupported pattern syntax: look-around, back-references, word boundaries."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,13 +18,12 @@ from hybrid.core.errors import DeviceLost
 from hybrid.engine.stats import TokenLogprob
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, internal, printable
-from hybrid.serve.forms import Form, Tokens
+from hybrid.serve.forms import Form
 from hybrid.serve.grammars import GrammarConstraint, Grammars
 from hybrid.serve.guard import BEGAN, OUTCOME, USE, key_of, outcome_of
-from hybrid.serve.http import EventStream, Gone, Json, until_gone
+from hybrid.serve.http import EventStream, Json, until_gone
 from hybrid.serve.metrics import Metrics
-from hybrid.serve.models import Models
-from hybrid.serve.options import Seeds
+from hybrid.serve.models import Models, Use
 from hybrid.serve.pools import FairPool, Parts
 from hybrid.serve.running import Feed, Job
 from hybrid.serve.settings import Settings
@@ -45,22 +45,30 @@ NOTE = "x-hybrid-note"
 """Response header: ignored parts of the request."""
 
 
+_WRONG_KIND = {
+    False: "this model makes embeddings and writes no text: POST /v1/embeddings",
+    True: "this model writes text and makes no embeddings: serve and name an embedding model, such as "
+    "google/embeddinggemma-300m",
+}
+
+
 class Service:
     """Shared state of the endpoints; one for each server."""
 
     def __init__(self, models: Models, metrics: Metrics, settings: Settings) -> None:
         self.models, self.metrics, self.settings = models, metrics, settings
-        self.backend = models.first
         for backend in models.backends.values():
             backend.forget = self._forget
-        self.seeds = Seeds(settings.seed)
-        self._texts = FairPool("texts")
-        self._templates = FairPool("templates", 4)
-        self._grammars = FairPool("grammars", 2)
-        self._scores = FairPool("scores")
-        self._embeddings = FairPool("embeddings", 32)
+        self.seeds = Random(settings.seed)
+        """Seeds of requests without one, reproducible by the server's base seed."""
+        self.texts = FairPool("texts")
+        self.templates = FairPool("templates", 4)
+        self.grammars = FairPool("grammars", 2)
+        self.scores = FairPool("scores")
+        self.embeddings = FairPool("embeddings", 32)
+        self.formats = WeakKeyDictionary[Tokenizer, dict[str, Format]]()
+        """Of tool calls, by vocabulary and template."""
         self._compiled: dict[Model, Grammars] = {}
-        self._formats = WeakKeyDictionary[Tokenizer, dict[str, Format]]()
         self._fingerprints: dict[Model, str] = {}
 
     def close(self) -> None:
@@ -78,56 +86,34 @@ class Service:
         """The model of this name, with or without Ollama's tag, loaded or not; the first for None. ApiError 404; 503 if
         the only model is not ready."""
         if asked is None:
-            return self.backend
+            return self.models.first
         alone = self.models.alone
-        known = {self.name(self.backend.model): self.backend} if alone else self.models.backends
+        known = {self.name(self.models.first.model): self.models.first} if alone else self.models.backends
         found = next((b for name, b in known.items() if name.removesuffix(LATEST) == asked.removesuffix(LATEST)), None)
         if found is None:
             has = "one model," if alone else "the models"
             names = ", ".join(f"'{name}'" for name in known)
-            raise ApiError(
-                404, f"this server has {has} {names} (GET /v1/models)", code="model_not_found", param="model"
-            )
+            message = f"this server has {has} {names} (GET /v1/models)"
+            raise ApiError(404, message, code="model_not_found", param="model")
         return found
 
-    async def use(self, request: Request, asked: str | None) -> Model:
-        """The model of this name, or the first, of any kind: a hybrid.embedding.EmbeddingModel too. It stays loaded until
-        the request ends; a request has one model, whatever it asks for later. One of several is loaded now if it is not.
-        ApiError 404, 429, 499 or 503."""
+    async def use(self, request: Request, asked: str | None, embeds: bool | None = None) -> Work:
+        """A request's work with the model of this name, or the first. embeds: whether it must make embeddings, or must not.
+        The model stays loaded until the request ends; a request has one, whatever it asks for later. One of several is
+        loaded now if it is not. ApiError 400 for the other kind, 404, 429, 499 or 503."""
+        backend = request.scope[USE].backend if USE in request.scope else self.find(asked)
+        if embeds is not None and self.models.embeds(backend) != embeds:
+            raise bad_request(_WRONG_KIND[embeds], "model")
         if USE not in request.scope:
-            request.scope[USE] = self.models.use(self.find(asked))
-        use = request.scope[USE]
+            request.scope[USE] = self.models.use(backend)
+        use: Use = request.scope[USE]
         if use.granted.done():
             use.granted.result()
         else:
-            await self.unless_gone(request, use.granted)
-        return use.backend.model
+            await until_gone(request, use.granted)
+        return Work(self, request, use.backend.model)
 
-    async def writer(self, request: Request, asked: str | None) -> Model:
-        """As `use`, a model that writes text. ApiError 400 for an embedding model."""
-        if self._embeds(request, asked):
-            raise bad_request("this model makes embeddings and writes no text: POST /v1/embeddings", "model")
-        return await self.use(request, asked)
-
-    async def embedder(self, request: Request, asked: str | None) -> EmbeddingModel:
-        """As `use`, an embedding model. ApiError 400 for one that writes text."""
-        if not self._embeds(request, asked):
-            raise bad_request(
-                "this model writes text and makes no embeddings: serve and name an embedding model, such as "
-                "google/embeddinggemma-300m",
-                "model",
-            )
-        model: Any = await self.use(request, asked)
-        return model
-
-    def _embeds(self, request: Request, asked: str | None) -> bool:
-        return self.models.embeds(request.scope[USE].backend if USE in request.scope else self.find(asked))
-
-    async def described(self, request: Request, backend: Backend, describe: Callable[[Checkpoint], T]) -> T:
-        """What `describe` says of a model's checkpoint, which is opened if the model is not loaded. ApiError 503."""
-        return await self.aside(request, self.models.described, backend, describe)
-
-    def name(self, model: Model) -> str:
+    def name(self, model: Model | EmbeddingModel) -> str:
         """The model's name in requests."""
         named = (name for name, backend in self.models.backends.items() if name and backend.loaded is model)
         return self.settings.name or next(named, model.checkpoint.name)
@@ -140,59 +126,20 @@ class Service:
             self._fingerprints[model] = f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
         return self._fingerprints[model]
 
-    def tokens(self, model: Model) -> Tokens:
-        return Tokens(model.checkpoint.tokenizer)
+    def compiled(self, model: Model) -> Grammars:
+        """The grammars of a model."""
+        if model not in self._compiled:
+            self._compiled[model] = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
+        return self._compiled[model]
 
-    def most(self, model: Model) -> int:
-        """Most tokens of a prompt."""
-        ctx = model.engine.cache.ctx
-        return min(self.settings.max_prompt or ctx, ctx)
-
-    async def encode(
-        self, request: Request, model: Model, text: str, *, bos: bool = True, guard: str | None = None
-    ) -> list[int]:
-        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. ApiError 400 as
-        soon as the text is known to be too long."""
-        tokenizer, most = model.checkpoint.tokenizer, self.most(model)
-        self.check_length(model, len(text) - (text.count(guard) if guard else 0))
-        parts = tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
-        return await self._texts.run(self._client(request), _joined(parts, most), len(text))
-
-    async def tokenize(
-        self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None
-    ) -> list[int]:
-        """Ids of a text, without a length limit."""
-        parts = model.checkpoint.tokenizer.encode_parts(text, bos and guard is None, guard is not None, guard or "")
-        return await self._texts.run(self._client(request), _joined(parts, None), len(text))
+    def client(self, request: Request) -> str:
+        """The client's identity for fair scheduling: the API key if keys are required, else the peer address."""
+        address = request.client.host if request.client is not None else ""
+        return key_of(request.headers) if self.settings.keys else address
 
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
         """Run a long call in the text thread."""
-        return await self._texts.call(self._client(request), work, *args)
-
-    async def embedded(self, request: Request, work: Callable[..., T], *args: Any) -> T:
-        """Run a call of an embedding model's engine: the texts of several share its passes."""
-        return await self._embeddings.call(self._client(request), work, *args)
-
-    async def written(
-        self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None, **how: Any
-    ) -> tuple[str, str]:
-        """Render a conversation with the model's chat template: (text, guard) for `encode`. how: of chat.written."""
-        c = model.checkpoint
-        template = (c.tool_template if tools is not None else None) or c.chat_template
-        return await self._templates.call(
-            self._client(request), partial(chat.written, **how), c.tokenizer, messages, template, False, tools
-        )
-
-    def check_length(self, model: Model, characters: int) -> None:
-        """ApiError 400 for a text with too many tokens under every tokenisation, by the longest token's length."""
-        most, least = self.most(model), characters // model.checkpoint.tokenizer.longest
-        if least > most:
-            raise _too_long(f"at least {least}", most)
-
-    def check_count(self, model: Model, tokens: int) -> None:
-        """ApiError 400 for a prompt with too many tokens."""
-        if tokens > (most := self.most(model)):
-            raise _too_long(str(tokens), most)
+        return await self.texts.call(self.client(request), work, *args)
 
     def template(self, c: Checkpoint) -> str | None:
         """The chat template in use, or None."""
@@ -201,63 +148,14 @@ class Service:
         except chat.ChatError:
             return None
 
-    async def tool_format(self, request: Request, model: Model) -> Format:
-        """The tool-call format of the model's template, else JSON."""
-        c = model.checkpoint
-        template = c.tool_template or c.chat_template or ""
-        known = self._formats.setdefault(c.tokenizer, {})
-        if template not in known:
-            found = marked(c.tokenizer, template) or await self._templates.call(
-                self._client(request), written, c.tokenizer, template
-            )
-            known[template] = found or JSON
-        return known[template]
-
-    async def constraints(
-        self, request: Request, model: Model, grammars: Sequence[str], param: str, n: int
-    ) -> list[GrammarConstraint]:
-        """n constraints of the first of several grammars that compiles. ApiError 400, naming `param`; 429."""
-        if model not in self._compiled:
-            self._compiled[model] = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
-        known = self._compiled[model]
-
-        def made() -> list[GrammarConstraint]:
-            first = known.constraint(grammars, param)
-            return [first, *(first.copy() for _ in range(n - 1))]
-
-        return await self._grammars.call(self._client(request), made)
-
-    async def prompt_logprobs(
-        self, request: Request, model: Model, ids: Sequence[int], top: int
-    ) -> list[TokenLogprob | None]:
-        """Log probability of each prompt token given the previous ones, as in `hybrid.perplexity`; None for the
-        first."""
-        try:
-            return await self._scores.call(self._client(request), _prompt_logprobs, model, ids, top)
-        except ApiError as error:
-            if error.code == "device_lost":
-                request.scope[USE].backend.lost(model, DeviceLost(error.message))
-            raise
-
-    def _client(self, request: Request) -> str:
-        """The client's identity for fair scheduling: the API key if keys are required, else the peer address."""
-        address = request.client.host if request.client is not None else ""
-        return key_of(request.headers) if self.settings.keys else address
-
-    def count(self, n: int) -> None:
-        """Check the number of choices. ApiError 400."""
-        if n > self.settings.max_choices:
-            raise bad_request(
-                f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n"
-            )
-
     async def answer(
-        self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, headers: dict[str, str] | None = None
+        self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, notes: Iterable[str] = ()
     ) -> Response:
         """Run jobs and format their answer, streamed or whole. ApiError if the queue is full or a job fails."""
+        headers = note(notes)
         feed = Feed(request.scope[USE].backend, self.metrics, jobs, request.scope[BEGAN])
         if not stream:
-            return Json(await self.unless_gone(request, self._whole(feed, form)), headers=headers)
+            return Json(await until_gone(request, self._whole(feed, form)), headers=headers)
 
         def ended(whole: bool) -> None:
             feed.cancel()
@@ -266,26 +164,18 @@ class Service:
 
         return EventStream(self._chunks(feed, form, request), self.settings.idle, ended, headers, form.media)
 
-    async def unless_gone(self, request: Request, work: Awaitable[T]) -> T:
-        """The result of `work`, cancelled if the client disconnects. ApiError 499."""
-        try:
-            found: T = await until_gone(request, work)
-        except Gone:
-            raise ApiError(499, "the client went away", code="cancelled") from None
-        return found
-
     async def _whole(self, feed: Feed, form: Form) -> dict[str, Any]:
         async for batch in feed.batches():
             for item in batch:
                 form.push(item)
         return form.whole()
 
-    async def _chunks(self, feed: Feed, form: Form, request: Request) -> AsyncIterator[bytes]:
+    async def _chunks(self, feed: Feed, form: Form, request: Request) -> AsyncGenerator[bytes, None]:
         try:
             if chunk := form.open():
                 yield chunk
             async for batch in feed.batches():
-                chunk = b"".join(form.push(item) for item in batch) if batch else form.waiting
+                chunk = b"".join(form.push(item) for item in batch) if batch else form.waiting()
                 if chunk:
                     yield chunk
             yield form.close()
@@ -295,8 +185,94 @@ class Service:
         except Exception as error:
             request.scope[OUTCOME] = "failed"
             yield form.fail(internal(error))
-        finally:
-            feed.cancel()
+
+
+class Work:
+    """A request's work with its model: a hybrid.model.Model, or a hybrid.embedding.EmbeddingModel."""
+
+    def __init__(self, service: Service, request: Request, model: Any) -> None:
+        self.service, self.request, self.model = service, request, model
+        self._client = service.client(request)
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a prompt."""
+        ctx: int = self.model.engine.cache.ctx
+        return min(self.service.settings.max_prompt or ctx, ctx)
+
+    def check_length(self, characters: int) -> None:
+        """ApiError 400 for a text with too many tokens under every tokenisation, by the longest token's length."""
+        least = characters // self.model.checkpoint.tokenizer.longest
+        if least > self.most:
+            raise _too_long(f"at least {least}", self.most)
+
+    def check_ids(self, ids: list[int], param: str, most: int | None = None) -> None:
+        """ApiError 400 for too many ids, or ids that are no tokens."""
+        if most is not None and len(ids) > most:
+            raise _too_long(str(len(ids)), most)
+        vocab = self.model.hparams.vocab
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            raise bad_request(f"token ids are 0 to {vocab - 1}", param, "invalid_value")
+
+    async def encode(self, text: str, *, bos: bool = True, guard: str | None = None, bounded: bool = True) -> list[int]:
+        """Ids of a text. guard: for a rendered conversation (chat.written), marks its control tokens. bounded: ApiError
+        400 as soon as the text is known to be too long."""
+        if bounded:
+            self.check_length(len(text) - (text.count(guard) if guard else 0))
+        encode = self.model.checkpoint.tokenizer.encode_parts
+        parts = encode(text, bos and guard is None, guard is not None, guard or "")
+        joined = _joined(parts, self.most if bounded else None)
+        return await self.service.texts.run(self._client, joined, len(text))
+
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
+        """Run a long call in the text thread."""
+        return await self.service.aside(self.request, work, *args)
+
+    async def written(self, messages: Sequence[Any], tools: Any = None, **how: Any) -> tuple[str, str]:
+        """Render a conversation with the model's chat template: (text, guard) for `encode`. how: of chat.written."""
+        c = self.model.checkpoint
+        template = (c.tool_template if tools is not None else None) or c.chat_template
+        work = partial(chat.written, c.tokenizer, messages, template, False, tools, **how)
+        return await self.service.templates.call(self._client, work)
+
+    async def tool_format(self) -> Format:
+        """The tool-call format of the model's template, else JSON."""
+        c = self.model.checkpoint
+        template = c.tool_template or c.chat_template or ""
+        known = self.service.formats.setdefault(c.tokenizer, {})
+        if template not in known:
+            found = marked(c.tokenizer, template)
+            found = found or await self.service.templates.call(self._client, written, c.tokenizer, template)
+            known[template] = found or JSON
+        return known[template]
+
+    async def constraints(self, grammars: Sequence[str], param: str, n: int) -> list[GrammarConstraint]:
+        """n constraints of the first of several grammars that compiles. ApiError 400, naming `param`; 429."""
+        known = self.service.compiled(self.model)
+
+        def made() -> list[GrammarConstraint]:
+            first = known.constraint(grammars, param)
+            return [first, *(first.copy() for _ in range(n - 1))]
+
+        return await self.service.grammars.call(self._client, made)
+
+    async def prompt_logprobs(self, ids: Sequence[int], top: int) -> list[TokenLogprob | None]:
+        """Log probability of each prompt token given the previous ones, as in `hybrid.perplexity`; None for the
+        first."""
+        return await self._on_device(self.service.scores, _prompt_logprobs, self.model, ids, top)
+
+    async def embedded(self, work: Callable[[], T]) -> T:
+        """Run a call of an embedding model's engine: the texts of several share its passes."""
+        return await self._on_device(self.service.embeddings, work)
+
+    async def _on_device(self, pool: FairPool, work: Callable[..., T], *args: Any) -> T:
+        """Run a call that reports a loss of the model's device by its error alone."""
+        try:
+            return await pool.call(self._client, work, *args)
+        except ApiError as error:
+            if error.code == "device_lost":
+                self.request.scope[USE].backend.lost(self.model, DeviceLost(error.message))
+            raise
 
 
 def note(parts: Iterable[str]) -> dict[str, str]:
@@ -316,9 +292,8 @@ def _joined(parts: Iterable[list[int]], most: int | None) -> Parts[list[int]]:
 
 
 def _too_long(count: str, most: int) -> ApiError:
-    return bad_request(
-        f"the prompt has {count} tokens, and this server takes {most}: shorten it", code="context_length_exceeded"
-    )
+    message = f"the prompt has {count} tokens, and this server takes {most}: shorten it"
+    return bad_request(message, code="context_length_exceeded")
 
 
 _ROWS = 16

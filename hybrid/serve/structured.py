@@ -13,6 +13,8 @@ from typing import Any
 from hybrid.serve.schemas import LOOSER, check, loosened
 from hybrid.serve.wire import ResponseFormat
 
+Shape = tuple[dict[str, Any] | None, bool]
+"""The schema of an answer, None for plain text, and whether it is strict."""
 WHITESPACE = r"[ ]?|\n {0,16}"
 
 
@@ -35,9 +37,8 @@ def answer_larks(schema: Mapping[str, Any], strict: bool) -> list[str]:
     return [f"start: {json_rule(loosened(schema, way))}" for way in range(LOOSER)]
 
 
-def schema_of(wanted: ResponseFormat | None, place: str) -> tuple[dict[str, Any] | None, bool]:
-    """The validated JSON schema of a response_format (None: plain text) and whether it is strict. place: path of the
-    schema in the request. ApiError 400."""
+def schema_of(wanted: ResponseFormat | None, place: str) -> Shape:
+    """The validated schema of a response_format. place: its path in the request. ApiError 400."""
     if wanted is None or wanted.type == "text":
         return None, False
     if wanted.json_schema is None:

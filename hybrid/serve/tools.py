@@ -8,9 +8,8 @@ the reader parses. A strict tool's schema is enforced in full, other schemas as 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.serve.answers import Parser
@@ -76,21 +75,15 @@ def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
         schema, at = tool.function.parameters, place.format(n)
         try:
             check(schema, at, bool(tool.function.strict))
+            if schema.get("type", "object") != "object":
+                raise bad_request(f"Invalid schema: {at}.type must be 'object'.", f"{at}.type", "invalid_schema")
         except ApiError as error:
             raise of_tool(tool.function, error) from None
-        if schema.get("type", "object") != "object":
-            wrong = bad_request(f"Invalid schema: {at}.type must be 'object'.", f"{at}.type", "invalid_schema")
-            raise of_tool(tool.function, wrong)
 
 
 def of_tool(tool: Function, error: ApiError, param: str | None = None) -> ApiError:
     """A schema's error response, with the tool's name."""
     return bad_request(f"The tool {tool.name}: {error.message}", param or error.param, error.code)
-
-
-def left_out(tools: Sequence[Tool] | None) -> list[str]:
-    """Unsupported tool types, without duplicates."""
-    return sorted({t.type for t in tools or () if t.function is None})
 
 
 def parameters(tool: Function) -> dict[str, Any]:
@@ -129,32 +122,19 @@ def described(tools: Sequence[Function]) -> list[dict[str, Any]]:
     return out
 
 
-@dataclass
-class Calls:
-    """Tool calls of an answer: stream deltas, and the complete calls."""
-
-    made: list[dict[str, Any]] = field(default_factory=list)
-
-    def begin(self, name: str) -> dict[str, Any]:
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
-        self.made.append(call)
-        shown = {**call, "function": {"name": name, "arguments": ""}}
-        return {"tool_calls": [{"index": len(self.made) - 1, **shown}]}
-
-    def more(self, arguments: str) -> dict[str, Any]:
-        self.made[-1]["function"]["arguments"] += arguments
-        return {"tool_calls": [{"index": len(self.made) - 1, "function": {"arguments": arguments}}]}
-
-
-def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """Parse a call's arguments in a client's message. ApiError."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise bad_request("arguments of a tool call must be a JSON object", param, "invalid_value")
-    return found
+def calls_of(message: Message, n: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """(id, function, arguments) of the calls in a client's message, the n-th. ApiError."""
+    calls = []
+    for call in message.tool_calls or ():
+        try:
+            found = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            param = f"messages[{n}].tool_calls"
+            raise bad_request("arguments of a tool call must be a JSON object", param, "invalid_value")
+        calls.append((call.id, call.function.name, found))
+    return calls
 
 
 def literal(text: str) -> str:

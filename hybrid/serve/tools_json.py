@@ -7,15 +7,17 @@ such objects. A result is a user message.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, literal
+from hybrid.serve.tools_written import Form, WrittenReader
 from hybrid.serve.wire import Message, content_of
 
-_HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
+_MIDDLE = '", "parameters": '
+FORMS = (Form('{"name": "', _MIDDLE, "}", None), Form('[{"name": "', _MIDDLE, "}]", '}, {"name": "'))
 
 
 def instructions(offer: Offer) -> str:
@@ -44,10 +46,7 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
         if m.role == "tool":
             content = text = f"Result of {names[n]}:\n{text}"
         elif m.tool_calls:
-            calls = [
-                (c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls
-            ]
-            content = "\n".join(filter(None, [text, _written(calls)]))
+            content = "\n".join(filter(None, [text, _written(calls_of(m, n))]))
         if out and out[-1]["role"] == role:
             out[-1]["content"] = _with(out[-1]["content"], content)
         else:
@@ -68,11 +67,11 @@ def _with(content: str | list[dict[str, str]], more: str | list[dict[str, str]])
     return "\n\n".join(texts)
 
 
-def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def _written(calls: Sequence[tuple[str, str, dict[str, Any]]]) -> str:
     """Calls as text in the model's format."""
     objects = [
         f'{{"name": {json.dumps(name)}, "parameters": {json.dumps(found, ensure_ascii=False)}}}'
-        for name, found in calls
+        for _, name, found in calls
     ]
     return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
 
@@ -133,87 +132,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _opening(name: str) -> str:
-    return f'{{"name": "{name}", "parameters": '
+    return f'{{"name": "{name}{_MIDDLE}'
 
 
-class JsonReader:
-    """Streaming parser of answers of the grammar `lark`."""
-
-    marks: Mapping[str, int] = {}
-
-    def __init__(self, offer: Offer) -> None:
-        self._names = {t.name for t in offer.tools}
-        self._openings = [begin + _opening(t.name) for t in offer.tools for begin in ("", "[")]
-        self._calls = Calls()
-        self._held = ""
-        self._mode = "undecided"  # text, header or arguments
-        self._depth, self._quoted, self._escaped = 0, False, False
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return self._calls.made
-
-    def take(self, mark: str, text: str) -> list[dict[str, Any]]:
-        if self._mode == "text":
-            return [{"content": text}]
-        self._held += text
-        if self._mode == "undecided":
-            if any(self._held.startswith(o) for o in self._openings):
-                self._mode = "header"
-            elif any(o.startswith(self._held) for o in self._openings):
-                return []
-            else:
-                return self._as_text()
-        deltas: list[dict[str, Any]] = []
-        while self._step(deltas):
-            pass
-        return deltas
-
-    def end(self) -> list[dict[str, Any]]:
-        """Discard a call that was truncated before its arguments."""
-        return self._as_text() if self._mode == "undecided" and self._held else []
-
-    def _as_text(self) -> list[dict[str, Any]]:
-        self._mode, text, self._held = "text", self._held, ""
-        return [{"content": text}]
-
-    def _step(self, deltas: list[dict[str, Any]]) -> bool:
-        """Parse a header or available arguments. False: more text is needed."""
-        if self._mode == "header":
-            found = _HEADER.match(self._held)
-            if found is None or found[1] not in self._names:
-                return False
-            deltas.append(self._calls.begin(found[1]))
-            self._held, self._mode = self._held[found.end() :], "arguments"
-            return bool(self._held)
-        length, whole = self._arguments()
-        if length:
-            deltas.append(self._calls.more(self._held[:length]))
-        self._held = self._held[length:]
-        if whole:
-            self._mode = "close"
-        if self._mode == "close" and self._held:
-            self._held, self._mode = self._held[1:], "header"
-        return bool(self._held)
-
-    def _arguments(self) -> tuple[int, bool]:
-        """(characters of the arguments object in the buffer, whether it is closed)."""
-        if self._mode == "close":
-            return 0, False
-        for n, c in enumerate(self._held):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = c == "\\", c != '"'
-            elif c == '"':
-                self._quoted = True
-            elif c in "{[":
-                self._depth += 1
-            elif c in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    return n + 1, True
-        return len(self._held), False
-
-
-JSON = Format(turns, lark, JsonReader)
+JSON = Format(turns, lark, partial(WrittenReader, forms=FORMS, anywhere=False))

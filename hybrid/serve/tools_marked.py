@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from hybrid.serve.answers import Parser
 from hybrid.serve.errors import bad_request
 from hybrid.serve.schemas import resolve
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, literal
 from hybrid.serve.wire import Message, content_of
 from hybrid.text.marks import ids_of
 from hybrid.text.tokenizer import Tokenizer
@@ -47,13 +48,9 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
         if m.content is not None or not m.tool_calls:
             turn["content"] = content_of(m.content)
         if m.tool_calls:
-            found = [
-                (c.id, c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls"))
-                for c in m.tool_calls
-            ]
             turn["tool_calls"] = [
                 {"id": i, "type": "function", "function": {"name": name, "arguments": given}}
-                for i, name, given in found
+                for i, name, given in calls_of(m, n)
             ]
         if m.role == "tool":
             turn |= {"name": names[n], "tool_call_id": m.tool_call_id, "content": m.text()}
@@ -143,7 +140,7 @@ class _Rules:
     def _written(self, value: Any) -> str:
         """A value as a sequence of literals."""
         if isinstance(value, str):
-            return f"quote {literal(value)} quote" if value else "quote quote"
+            return _quoted(value)
         if isinstance(value, list):
             return f'"[" {_COMMA.join(map(self._written, value))} "]"'
         if isinstance(value, dict):
@@ -154,69 +151,51 @@ class _Rules:
 
 def _key(key: str) -> str:
     """A property's name and colon, as a sequence of literals."""
-    return (
-        literal(key + ":")
-        if _PLAIN_KEY.fullmatch(key)
-        else f'quote {literal(key)} quote ":"'
-        if key
-        else 'quote quote ":"'
-    )
+    return literal(key + ":") if _PLAIN_KEY.fullmatch(key) else f'{_quoted(key)} ":"'
 
 
-def lark_with(family: Family, marks: Mapping[str, int]) -> Any:
-    """The `lark` function for a tokenizer with the family's marks at these ids."""
-
-    def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
-        rules = _Rules(marks[family.quote])
-        calls = []
-        for t in offer.tools:
-            arguments = rules.of(offer.arguments(t)[0])
-            calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
-        begin, end = marks[family.open], marks[family.close]
-        rules.lines.append(f"call: <[{begin}]> ({' | '.join(calls)}) <[{end}]>")
-        several = f"call{{1,{MOST_CALLS}}}" if offer.several else "call"
-        schema, strict = answer
-        if offer.required:
-            start = several
-        elif schema is None:
-            start = f"TEXT ({several})?"
-            rules.lines.append(r"TEXT: /(?s:.*)/")
-        else:
-            start = f"{several} | answer"
-            rules.lines.append(f"answer: {json_rule(schema, strict=strict)}")
-        return "\n".join([f"start: {start}", *rules.lines])
-
-    return lark
+def _quoted(text: str) -> str:
+    return f"quote {literal(text)} quote" if text else "quote quote"
 
 
-class MarkedReader:
+def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool], family: Family, marks: Mapping[str, int]) -> str:
+    """The grammar of an answer, for a tokenizer with the family's marks at these ids."""
+    rules = _Rules(marks[family.quote])
+    calls = []
+    for t in offer.tools:
+        arguments = rules.of(offer.arguments(t)[0])
+        calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
+    begin, end = marks[family.open], marks[family.close]
+    rules.lines.append(f"call: <[{begin}]> ({' | '.join(calls)}) <[{end}]>")
+    several = f"call{{1,{MOST_CALLS}}}" if offer.several else "call"
+    schema, strict = answer
+    if offer.required:
+        start = several
+    elif schema is None:
+        start = f"TEXT ({several})?"
+        rules.lines.append(r"TEXT: /(?s:.*)/")
+    else:
+        start = f"{several} | answer"
+        rules.lines.append(f"answer: {json_rule(schema, strict=strict)}")
+    return "\n".join([f"start: {start}", *rules.lines])
+
+
+class MarkedReader(Parser):
     """Streaming parser of answers of the grammar. marks: ids of the family's."""
 
     def __init__(self, offer: Offer, family: Family, marks: Mapping[str, int]) -> None:
+        super().__init__()
         self.marks, self._family, self._names = marks, family, {t.name for t in offer.tools}
-        self._calls = Calls()
         self._mode = "text"  # head: before the arguments; arguments; tail: after them; nothing: in an invalid call
         self._head = ""
         self._stack: list[str] = []  # open objects and lists of the arguments
         self._quoted = self._key = False  # within a string; within a key without quotes
         self._was = ""  # the previous non-blank character
 
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return self._calls.made
-
     def take(self, mark: str, text: str) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        if mark:
-            self._mark(mark, deltas)
-        else:
-            self._take(text, deltas)
-        return deltas
+        return self._mark(mark) if mark else self._take(text)
 
-    def end(self) -> list[dict[str, Any]]:
-        return []
-
-    def _mark(self, mark: str, deltas: list[dict[str, Any]]) -> None:
+    def _mark(self, mark: str) -> list[dict[str, Any]]:
         if mark == self._family.open:
             self._mode, self._head, self._stack, self._was = "head", "", [], ""
             self._quoted = self._key = False
@@ -224,24 +203,27 @@ class MarkedReader:
             self._mode = "text"
         elif self._mode == "arguments":
             self._quoted, self._was = not self._quoted, '"'
-            deltas.append(self._calls.more('"'))
+            return [self.more('"')]
+        return []
 
-    def _take(self, text: str, deltas: list[dict[str, Any]]) -> None:
+    def _take(self, text: str) -> list[dict[str, Any]]:
+        if self._mode == "text":
+            return [{"content": text}]
+        deltas = []
         if self._mode == "head":
             self._head += text
             head, brace, rest = self._head.partition("{")
             if not brace:
-                return
+                return []
             name = head.strip().removeprefix("call:").strip()
             self._mode, text = "arguments" if name in self._names else "nothing", brace + rest
             if name in self._names:
-                deltas.append(self._calls.begin(name))
-        if self._mode == "text":
-            deltas.append({"content": text})
+                deltas.append(self.begin(name))
         if self._mode == "arguments":
             written = json.dumps(text)[1:-1] if self._quoted else "".join(map(self._json, text))
             if written:
-                deltas.append(self._calls.more(written))
+                deltas.append(self.more(written))
+        return deltas
 
     def _json(self, c: str) -> str:
         """Convert a character outside strings to JSON: quotes keys. Empty after the end of the arguments."""
@@ -270,5 +252,6 @@ def marked(tokenizer: Tokenizer, template: str) -> Format | None:
     for family in (GEMMA4, FUNCTION_GEMMA):
         marks = ids_of(tokenizer, family)
         if len(marks) == len(family) and family.open in template:
-            return Format(turns, lark_with(family, marks), partial(MarkedReader, family=family, marks=marks))
+            of: dict[str, Any] = {"family": family, "marks": marks}
+            return Format(turns, partial(lark, **of), partial(MarkedReader, **of))
     return None

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from hybrid.serve.answers import Parser
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, literal
 from hybrid.serve.tools_marked import turns
 from hybrid.text.chat import ChatError, render
 from hybrid.text.tokenizer import CONTROL, Tokenizer
@@ -165,80 +166,85 @@ def _pattern(text: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- reader
 
 
-class WrittenReader:
-    """Streaming parser of answers of the grammar. marks: ids of the form's control tokens."""
+class WrittenReader(Parser):
+    """Streaming parser of calls in one of several forms. marks: ids of the forms' control tokens. anywhere: whether calls may
+    follow text."""
 
-    def __init__(self, offer: Offer, form: Form, marks: Mapping[str, int]) -> None:
-        self.marks = marks
-        self._symbols = {mark: chr(SURROGATE + n) for n, mark in enumerate(marks)}
-        opening, middle, _, between = (None if part is None else self._coded(part) for part in form)
-        self._first = {f"{opening}{t.name}{middle}": t.name for t in offer.tools}
-        self._next = {} if between is None else {f"{between}{t.name}{middle}": t.name for t in offer.tools}
-        self._calls = Calls()
-        self._held, self._mode = "", "text"  # text, arguments, after
+    def __init__(
+        self, offer: Offer, forms: Sequence[Form], marks: Mapping[str, int] | None = None, anywhere: bool = True
+    ) -> None:
+        super().__init__()
+        self.marks, self._anywhere = marks or {}, anywhere
+        self._symbols = {mark: chr(SURROGATE + n) for n, mark in enumerate(self.marks)}
+        self._names = [t.name for t in offer.tools]
+        self._openings = {opening: found for form in forms for opening, found in self._before(form, form.open)}
+        self._next: dict[str, tuple[str, Form]] = {}
+        self._held, self._mode = "", "text"  # text, arguments, after; plain: text without calls
         self._depth, self._quoted, self._escaped = 0, False, False
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return self._calls.made
 
     def take(self, mark: str, text: str) -> list[dict[str, Any]]:
         self._held += self._symbols[mark] if mark else text
         deltas: list[dict[str, Any]] = []
-        while self._step(deltas):
+        while self._held and self._step(deltas):
             pass
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
         """The rest of a text. What follows a call, or is one that was cut before its arguments, is left out."""
         held, self._held = self._held, ""
-        return self._said(held) if self._mode == "text" else []
+        return self._said(held) if self._mode in ("text", "plain") else []
+
+    def _before(self, form: Form, text: str) -> Iterator[tuple[str, tuple[str, Form]]]:
+        """What stands before the arguments of each function's call, after `text`. A character that no answer has stands for a
+        control token."""
+        for name in self._names:
+            opening = f"{text}{name}{form.middle}"
+            for mark, symbol in self._symbols.items():
+                opening = opening.replace(mark, symbol)
+            yield opening, (name, form)
 
     def _said(self, text: str) -> list[dict[str, Any]]:
         text = text.translate(dict.fromkeys(map(ord, self._symbols.values())))
         return [{"content": text}] if text else []
 
-    def _coded(self, text: str) -> str:
-        """A text of the form with a character that no answer has in place of each control token."""
-        for mark, symbol in self._symbols.items():
-            text = text.replace(mark, symbol)
-        return text
-
     def _step(self, deltas: list[dict[str, Any]]) -> bool:
         """Parse a piece of the text that came. False: more is needed."""
-        if not self._held:
-            return False
-        if self._mode == "text":
-            return self._text(deltas)
         if self._mode == "arguments":
             length, whole = self._arguments()
-            deltas.append(self._calls.more(self._held[:length]))
+            deltas.append(self.more(self._held[:length]))
             self._held, self._mode = self._held[length:], "after" if whole else "arguments"
             return whole
-        known = next((opening for opening in self._next if self._held.startswith(opening)), None)
-        if known is not None:
-            self._begin(self._next[known], len(known), deltas)
-        return known is not None
+        if self._mode == "after":
+            opening = next((opening for opening in self._next if self._held.startswith(opening)), "")
+            return self._begun(opening, self._next, deltas)
+        return self._text(deltas)
 
     def _text(self, deltas: list[dict[str, Any]]) -> bool:
         """Text up to the first call; what may begin a call is held back."""
-        found = [(at, opening) for opening in self._first if (at := self._held.find(opening)) >= 0]
-        at, opening = min(found, default=(len(self._held) - self._partial(), ""))
+        at, opening = len(self._held), ""
+        if self._mode == "text":
+            found = ((self._held.find(opening), opening) for opening in self._openings)
+            at, opening = min((f for f in found if f[0] >= 0), default=(at - self._partial(), ""))
+        if at and not self._anywhere:
+            at, opening, self._mode = len(self._held), "", "plain"
         deltas += self._said(self._held[:at])
         self._held = self._held[at:]
-        if opening:
-            self._begin(self._first[opening], len(opening), deltas)
-        return bool(opening)
+        return self._begun(opening, self._openings, deltas)
 
-    def _begin(self, name: str, length: int, deltas: list[dict[str, Any]]) -> None:
-        deltas.append(self._calls.begin(name))
-        self._held, self._mode = self._held[length:], "arguments"
+    def _begun(self, opening: str, known: Mapping[str, tuple[str, Form]], deltas: list[dict[str, Any]]) -> bool:
+        if not opening:
+            return False
+        name, form = known[opening]
+        self._next = {} if form.between is None else dict(self._before(form, form.between))
+        deltas.append(self.begin(name))
+        self._held, self._mode = self._held[len(opening) :], "arguments"
+        return True
 
     def _partial(self) -> int:
         """Length of the longest end of the text that begins a call."""
-        longest = min(len(self._held), max(map(len, self._first)))
+        longest = min(len(self._held), max(map(len, self._openings)))
         ends = (self._held[len(self._held) - n :] for n in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(opening.startswith(end) for opening in self._first)), 0)
+        return next((len(end) for end in ends if any(opening.startswith(end) for opening in self._openings)), 0)
 
     def _arguments(self) -> tuple[int, bool]:
         """(characters of the arguments object in the buffer, whether it is closed)."""
@@ -266,7 +272,7 @@ def written(tokenizer: Tokenizer, template: str) -> Format | None:
     if form is None:
         return None
     marks = dict(_marks(tokenizer, "".join(part or "" for part in form)))
-    return Format(turns, lark_with(form, marks), partial(WrittenReader, form=form, marks=marks))
+    return Format(turns, lark_with(form, marks), partial(WrittenReader, forms=(form,), marks=marks))
 
 
 def _marks(tokenizer: Tokenizer, text: str) -> Iterator[tuple[str, int]]:

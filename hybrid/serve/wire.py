@@ -7,7 +7,9 @@ do not grow with the body.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -56,8 +58,16 @@ def kind_of(value: Any) -> str | None:
     return kinds.get(type(value))
 
 
-def asks_for_nothing(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
+def by_kind(must: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
+    """Chooses one of a union's types by its tag. must: what the message of a value of none of them says."""
+    return Discriminator(kind, custom_error_type="kind", custom_error_message=must)
+
+
+T = TypeVar("T")
+Many = Annotated[list[T], FirstError(), Field(max_length=MESSAGES)]
+ToolList = Annotated[list[T], FirstError(), Field(max_length=TOOLS)]
+TextOr = Annotated[Text, Tag("<string>")] | Annotated[Many[T], Tag("<array>")]
+"""A text or a list. Annotate it with by_kind."""
 
 
 class Wire(BaseModel):
@@ -71,19 +81,24 @@ class Wire(BaseModel):
         if not isinstance(value, dict):
             return value
         known = _names(cls)
-        if all(k in known for k in value):
-            return value
-        return {k: v for k, v in value.items() if k in known or not asks_for_nothing(v)}
+        return {k: v for k, v in value.items() if k in known or not (v is None or v is False or v in ("", [], {}))}
 
 
-_known: dict[type[BaseModel], frozenset[str]] = {}
-
-
+@cache
 def _names(model: type[BaseModel]) -> frozenset[str]:
     """JSON names of a model's fields."""
-    if model not in _known:
-        _known[model] = frozenset(f.alias or name for name, f in model.model_fields.items())
-    return _known[model]
+    return frozenset(f.alias or name for name, f in model.model_fields.items())
+
+
+class Open(Wire):
+    """Base of requests whose APIs ignore unknown fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def ignored(self) -> list[str]:
+        """A note that names the unknown fields; empty if there are none."""
+        names = sorted(self.model_extra or ())
+        return [f"ignored: {', '.join(names)}"] if names else []
 
 
 class StreamOptions(Wire):
@@ -121,30 +136,32 @@ class Function(Wire):
     cache_control: dict[str, Any] | None = None
 
 
-class Tool(Wire):
-    """A tool. `other`: an unsupported type; such tools are ignored if there are functions."""
+class AnyTool(Wire):
+    """A tool of any type. Of types other than function, which are ignored if there are functions, only the type is read."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
-    function: Function | None = None
-    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _take_other_types_whole(cls, value: Any) -> Any:
-        return other_type(value)
+    def _take_only_the_type(cls, value: Any) -> Any:
+        return only_type(value, "function")
+
+
+def only_type(tool: Any, known: str) -> Any:
+    """A tool of the known type, or of none, unchanged; of other tools only the type."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind != known else tool
+
+
+class Tool(AnyTool):
+    function: Function | None = None
+    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _validate_function(self) -> Tool:
         if self.type == "function" and self.function is None:
             wrong("function", "a tool of type function needs function")
         return self
-
-
-def other_type(tool: Any) -> Any:
-    """A function tool unchanged; of other tools only the type."""
-    if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
-        return {"type": tool["type"]}
-    return tool
 
 
 class NamedFunction(Wire):
@@ -156,14 +173,11 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<object>")],
-    Discriminator(
-        kind_of,
-        custom_error_type="kind",
-        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function",
-    ),
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[T, Tag("<object>")],
+    by_kind("must be 'none', 'auto', 'required' or an object that names a function"),
 ]
+ToolChoice = Choice[NamedTool]
 
 
 class CalledFunction(Wire):
@@ -202,17 +216,7 @@ class Part(Wire):
     _validate_type = field_validator("type", mode="before")(text_part)
 
 
-Content = Annotated[
-    Annotated[Text, Tag("<string>")] | Annotated[list[Part], FirstError(), Field(max_length=MESSAGES), Tag("<array>")],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of parts"),
-]
-
-
-def text_of(content: str | list[Part] | None) -> str:
-    """The text of a message's content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(p.text or p.refusal or "" for p in content)
+Content = Annotated[TextOr[Part], by_kind("must be a string or an array of parts")]
 
 
 def content_of(content: str | list[Part] | None) -> str | list[dict[str, Any]]:
@@ -227,7 +231,7 @@ class Message(Wire):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], FirstError(), Field(max_length=MESSAGES)] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = None
     reasoning_content: Text | None = None
@@ -254,7 +258,9 @@ class Message(Wire):
 
     def text(self) -> str:
         """The message's text."""
-        return text_of(self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(p.text or p.refusal or "" for p in self.content)
 
     def thought(self) -> str:
         """What the assistant thought before it."""
@@ -263,15 +269,12 @@ class Message(Wire):
 
 
 Messages = Annotated[list[Message], FirstError(), Field(min_length=1, max_length=MESSAGES)]
+Stops = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]], FirstError(), Field(max_length=STOPS)
+]
 Stop = Annotated[
-    Annotated[str, StringConstraints(max_length=1024), Tag("<string>")]
-    | Annotated[
-        list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]],
-        FirstError(),
-        Field(max_length=STOPS),
-        Tag("<array>"),
-    ],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of strings"),
+    Annotated[str, StringConstraints(max_length=1024), Tag("<string>")] | Annotated[Stops, Tag("<array>")],
+    by_kind("must be a string or an array of strings"),
 ]
 
 
@@ -293,7 +296,19 @@ class SamplingFields(Wire):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
 
-class Sampled(SamplingFields):
+class Unused(Wire):
+    """Accepted and ignored: no effect on the text, and nothing is stored."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Sampled(SamplingFields, Unused):
     """Fields that completions and chat share."""
 
     model: str | None = None
@@ -303,15 +318,6 @@ class Sampled(SamplingFields):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=BIASES)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=0, le=I32)] | None = None
-    user: str | None = None
-    # Accepted and ignored: no effect on the text.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    """Ignored: nothing is stored."""
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
     def _validate_stream_options(self) -> Any:
@@ -338,18 +344,15 @@ class Templated(Wire):
     def _validate_template(self) -> Any:
         for name in self.chat_template_kwargs or ():
             if name in RESERVED or name.endswith("_token") or not (name.isascii() and name.isidentifier()):
-                wrong(
-                    "chat_template_kwargs",
-                    f"chat_template_kwargs cannot set {name[:64]!r}: it is no variable of a client",
-                )
+                param = "chat_template_kwargs"
+                wrong(param, f"{param} cannot set {name[:64]!r}: it is no variable of a client")
         if self.continue_final_message:
+            name = "continue_final_message"
             if self.add_generation_prompt:
-                wrong("continue_final_message", "continue_final_message needs add_generation_prompt: false")
+                wrong(name, f"{name} needs add_generation_prompt: false")
             last = (getattr(self, "messages", None) or [None])[-1]
             if last is None or last.role != "assistant" or last.content is None or last.tool_calls:
-                wrong(
-                    "continue_final_message", "continue_final_message needs a last message of the assistant, with text"
-                )
+                wrong(name, f"{name} needs a last message of the assistant, with text")
         return self
 
 
@@ -359,7 +362,7 @@ class ChatRequest(Sampled, Templated):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], FirstError(), Field(max_length=TOOLS)] | None = None
+    tools: ToolList[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -377,26 +380,18 @@ class ChatRequest(Sampled, Templated):
             wrong("max_tokens", "an answer has at least one token")
         if self.top_logprobs and not self.logprobs:
             wrong("top_logprobs", "top_logprobs needs logprobs: true")
-        check_tools(
-            [t.function.name if t.function else None for t in self.tools or ()], [t.type for t in self.tools or ()]
-        )
         choice = self.tool_choice
-        check_choice(choice.function.name if isinstance(choice, NamedTool) else choice, self.tools)
+        _check_tools(self.tools or [], choice.function.name if isinstance(choice, NamedTool) else choice)
         return self
 
 
-def check_tools(names: list[str | None], types: list[str]) -> None:
-    """Refuse duplicate function names, and tools without any function."""
-    known = [n for n in names if n is not None]
-    if len(set(known)) != len(known):
+def _check_tools(tools: list[Tool], choice: str | None) -> None:
+    """Refuse duplicate functions, tools without any function, and an impossible choice: a keyword or a function's name."""
+    names = [t.function.name for t in tools if t.function]
+    if len(set(names)) != len(names):
         wrong("tools", "two tools have the same name")
-    if types and not known:
-        wrong("tools[0].type", f"this server offers tools of type function, not {types[0]}")
-
-
-def check_choice(choice: str | None, tools: list[Tool] | None) -> None:
-    """Refuse an impossible tool_choice. choice: a keyword or a function's name."""
-    names = [t.function.name for t in tools or () if t.function]
+    if tools and not names:
+        wrong("tools[0].type", f"this server offers tools of type function, not {tools[0].type}")
     if choice in (None, "none", "auto"):
         return
     if not names:
@@ -418,10 +413,9 @@ Prompt = Annotated[
     | Annotated[list[Text], FirstError(), Field(max_length=1 << 10), Tag("<strings>")]
     | Annotated[Ids, Tag("<tokens>")]
     | Annotated[list[Ids], FirstError(), Field(max_length=1 << 10), Tag("<lists>")],
-    Discriminator(
+    by_kind(
+        "must be a string, an array of strings, an array of token ids or an array of such arrays, not empty",
         prompt_kind,
-        custom_error_type="kind",
-        custom_error_message="must be a string, an array of strings, an array of token ids or an array of such arrays, not empty",
     ),
 ]
 

@@ -1,23 +1,16 @@
 // The chat page. Conversations are in this browser's storage, the API key in the tab's only. Messages are inserted as text
 // and elements, never as markup: typed ones as they are, answers as Markdown.
+import { $, make } from "/page/dom.js";
 import { Drawing } from "/page/markdown.js";
-import { Failure, events, getJson, send } from "/page/server.js";
+import { Failure, events, getJson, keyField, send } from "/page/server.js";
 import { lasting, list, load, look, migrate, newId, remove, save, saveSetting, settings, tab, watch } from "/page/store.js";
 
-const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const SETTINGS = ["asked", "system", "reasoning_effort", ...NUMBERS];
 const FULL = "This browser's storage is full: delete conversations.";
 const PARTIAL = 500; // milliseconds between two writes of a partial answer
 let current = null; // the displayed conversation
 let running = null; // the pending answer: { conversation, turn, former, stop, timer, seen, drawing, frame, rest }
-
-function make(tag, attributes = {}, text = "") {
-  const e = document.createElement(tag);
-  for (const [k, v] of Object.entries(attributes)) e.setAttribute(k, v);
-  e.textContent = text;
-  return e;
-}
 
 function button(text, act, label = text) {
   const b = make("button", { type: "button", class: "quiet", "aria-label": label }, text);
@@ -104,10 +97,9 @@ function drawList() {
   if (drawing === drawn) return; // keep a focused button
   drawn = drawing;
   $("list").replaceChildren(...heads.map(({ id, title }) => {
-    const li = make("li"), b = make("button", { type: "button", "aria-current": String(id === current.id) }, title);
+    const b = make("button", { type: "button", "aria-current": String(id === current.id) }, title);
     b.addEventListener("click", () => open(id));
-    li.append(b);
-    return li;
+    return make("li", {}, b);
   }));
 }
 
@@ -129,57 +121,50 @@ function redraw() {
 }
 
 function box(turn, n) {
-  const user = turn.role === "user";
-  const article = make("article", { class: `turn ${turn.role}` });
-  const said = make("div", { class: "say" }, user ? turn.content : "");
+  const user = turn.role === "user", said = make("div", { class: "say" }, user && turn.content);
   if (!user) {
     const drawing = new Drawing(said, codeBox);
     drawing.draw(turn.content);
     if (turn === running?.turn) running.drawing = drawing;
   }
-  article.append(make("p", { class: "who" }, user ? "You" : "Model"), said);
+  const article = make("article", { class: `turn ${turn.role}` }, make("p", { class: "who" }, user ? "You" : "Model"), said);
   if (turn.reasoning_content) thought(article, turn);
   article.append(user ? userFoot(turn, n, article) : modelFoot(turn, n));
   return article;
 }
 
 function codeBox(text, language) {
-  const box = make("div", { class: "code" }), head = make("div", { class: "head" }), pre = make("pre");
-  head.append(make("span", {}, language), button("Copy", () => copy(text), "Copy this code"));
-  pre.append(make("code", {}, text));
-  box.append(head, pre);
-  return box;
+  const head = make("div", { class: "head" }, make("span", {}, language), button("Copy", () => copy(text), "Copy this code"));
+  return make("div", { class: "code" }, head, make("pre", {}, make("code", {}, text)));
 }
 
 /** Show what the model thought, folded above its answer. */
 function thought(article, turn) {
-  const shown = article.querySelector("details") ?? make("details");
-  if (!shown.parentNode) {
-    shown.append(make("summary", {}, "Thought"), make("p", { class: "thought" }));
-    article.querySelector(".say").before(shown);
+  if (!article.querySelector("details")) {
+    article.querySelector(".say").before(make("details", {}, make("summary", {}, "Thought"), make("p", { class: "thought" })));
   }
-  shown.lastElementChild.textContent = turn.reasoning_content;
+  article.querySelector(".thought").textContent = turn.reasoning_content;
 }
 
 function userFoot(turn, n, article) {
-  const foot = make("div", { class: "foot" }), unanswered = !running && n === current.turns.length - 1;
-  if (unanswered) {
-    const retry = button("Retry", () => answer(), "Send this message again");
-    retry.classList.add("retry");
-    foot.append(retry);
-  }
-  foot.append(idle(button("Edit", () => edit(n, article), "Edit this message")), copyButton(turn));
-  if (unanswered) foot.append(make("span", { class: "cut" }, "Not answered."));
-  return foot;
+  const unanswered = !running && n === current.turns.length - 1;
+  const retry = button("Retry", () => answer(), "Send this message again");
+  retry.classList.add("retry");
+  return make("div", { class: "foot" },
+    unanswered && retry,
+    idle(button("Edit", () => edit(n, article), "Edit this message")),
+    copyButton(turn),
+    unanswered && make("span", { class: "cut" }, "Not answered."));
 }
 
 function modelFoot(turn, n) {
-  const foot = make("div", { class: "foot" });
-  foot.append(idle(button("Regenerate", () => again(n), "Regenerate this answer")), copyButton(turn));
-  if (turn.cut) foot.append(make("span", { class: "cut" }, "Cut off: regenerate or continue by asking."));
-  else if (turn.open && turn !== running?.turn) foot.append(make("span", { class: "told" }, "Another tab receives this answer."));
-  if (turn.told) foot.append(make("span", { class: "told" }, turn.told));
-  return foot;
+  const elsewhere = !turn.cut && turn.open && turn !== running?.turn;
+  return make("div", { class: "foot" },
+    idle(button("Regenerate", () => again(n), "Regenerate this answer")),
+    copyButton(turn),
+    turn.cut && make("span", { class: "cut" }, "Cut off: regenerate or continue by asking."),
+    elsewhere && make("span", { class: "told" }, "Another tab receives this answer."),
+    turn.told && make("span", { class: "told" }, turn.told));
 }
 
 function edit(n, article) {
@@ -191,13 +176,11 @@ function edit(n, article) {
     current.turns = current.turns.slice(0, n);
     ask(text);
   }, "Send the edited message");
-  const foot = make("div", { class: "foot" });
-  foot.append(done, button("Cancel", draw));
   field.addEventListener("keydown", (e) => {
     if (e.key === "Escape") draw();
     if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); done.click(); }
   });
-  article.replaceChildren(field, foot);
+  article.replaceChildren(field, make("div", { class: "foot" }, done, button("Cancel", draw)));
   field.focus();
 }
 
@@ -207,17 +190,9 @@ function copyButton(turn) {
 }
 
 async function copy(text) {
-  const done = await copied(text);
+  // The clipboard API requires https or a loopback address.
+  const done = (await navigator.clipboard?.writeText(text).then(() => true, () => false)) || copiedFromField(text);
   say(done ? "Copied." : "Could not copy: select the text by hand.", !done);
-}
-
-async function copied(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch { // the clipboard API requires https or a loopback address
-    return copiedFromField(text);
-  }
 }
 
 function copiedFromField(text) {
@@ -436,8 +411,7 @@ $("delete").addEventListener("click", () => {
 $("menu").addEventListener("click", () => openMenu(!$("side").classList.contains("open")));
 for (const id of SETTINGS) $(id).addEventListener("change", () => { if (!saveSetting(id, $(id).value)) say(FULL, true); });
 $("asked").addEventListener("change", fillSettings);
-$("key").value = tab.getItem("key") ?? "";
-$("key").addEventListener("change", () => { tab.setItem("key", $("key").value); name(); });
+keyField(name);
 
 window.addEventListener("pagehide", () => leave({ text: "", isCut: true }));
 window.addEventListener("pageshow", (e) => {

@@ -1,9 +1,8 @@
 // The dashboard: /metrics every two seconds, rates from the differences, quantiles from the histograms' differences.
-import { getJson, getText, readiness } from "/page/server.js";
-import { tab } from "/page/store.js";
+import { $, make } from "/page/dom.js";
+import { getJson, getText, keyField, readiness } from "/page/server.js";
 
-const EVERY = 2000, KEPT = 150;
-const $ = (id) => document.getElementById(id);
+const EVERY = 2000, KEPT = 150, SVG = "http://www.w3.org/2000/svg";
 let before = null;
 const lines = new Map();
 
@@ -68,17 +67,12 @@ const CARDS = [
 ];
 
 function card(title, unit) {
-  const box = document.createElement("article");
-  box.className = "card";
-  const head = document.createElement("h2"), value = document.createElement("div");
-  head.textContent = title;
-  value.className = "value";
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const value = make("div", { class: "value" }), svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 100 48");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("aria-hidden", "true");
-  for (const shape of ["polygon", "polyline"]) svg.append(document.createElementNS("http://www.w3.org/2000/svg", shape));
-  box.append(head, value, svg);
+  svg.append(...["polygon", "polyline"].map((shape) => document.createElementNS(SVG, shape)));
+  const box = make("article", { class: "card" }, make("h2", {}, title), value, svg);
   $("cards").append(box);
   return { box, value, svg, unit, past: [] };
 }
@@ -88,9 +82,7 @@ function show(title, unit, value) {
   const c = lines.get(title);
   c.box.hidden = value === undefined;
   if (value === undefined) return;
-  const small = document.createElement("small");
-  small.textContent = unit;
-  c.value.replaceChildren(three(value), small);
+  c.value.replaceChildren(three(value), make("small", {}, unit));
   c.past.push(value ?? 0);
   if (c.past.length > KEPT) c.past.shift();
   const top = Math.max(...c.past, 1e-9), step = 100 / Math.max(c.past.length - 1, 1);
@@ -100,15 +92,9 @@ function show(title, unit, value) {
 }
 
 function table(id, rows) {
-  const body = $(id).querySelector("tbody");
-  body.replaceChildren(...(rows.length ? rows : [["nothing yet", ""]]).map(([name, value]) => {
-    const tr = document.createElement("tr"), th = document.createElement("th"), td = document.createElement("td");
-    th.scope = "row";
-    th.textContent = name;
-    td.textContent = value;
-    tr.append(th, td);
-    return tr;
-  }));
+  const shown = rows.length ? rows : [["nothing yet", ""]];
+  $(id).querySelector("tbody").replaceChildren(
+    ...shown.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value))));
 }
 
 function tables(s) {
@@ -145,7 +131,6 @@ async function look() {
   }
 }
 
-$("key").value = tab.getItem("key") ?? "";
-$("key").addEventListener("change", () => { tab.setItem("key", $("key").value); look(); });
+keyField(look);
 look();
 setInterval(look, EVERY);

@@ -1,5 +1,6 @@
 // Markdown as elements of the page, made from the parser's tokens and never from markup. Formulas stay text, images are
 // links, and only links to the web and to addresses of mail are links.
+import { make } from "/page/dom.js";
 import MarkdownIt from "/page/markdown-it.mjs";
 
 const FORMULAS = { "\\(": "\\)", "\\[": "\\]", $$: "$$", $: "$" }; // their marks
@@ -81,24 +82,16 @@ function append(into, tokens, code) {
 
 function opened(parent, token) {
   const tag = token.tag.replace(/^h([1-5])$/, (_, n) => `h${Number(n) + 1}`); // the page has an h1
-  const made = token.type === "link_open" ? link(token.attrGet("href")) : document.createElement(tag);
+  const made = token.type === "link_open" ? link(token.attrGet("href")) : make(tag);
   if (token.attrGet("start")) made.setAttribute("start", token.attrGet("start"));
   const side = /(center|right)$/.exec(token.attrGet("style") ?? "");
   if (side) made.classList.add(side[1]);
-  if (token.tag === "table") { // scrolls by itself
-    const box = document.createElement("div");
-    box.classList.add("wide");
-    box.append(made);
-    parent.append(box);
-  } else parent.append(made);
+  parent.append(token.tag === "table" ? make("div", { class: "wide" }, made) : made); // a table scrolls by itself
   return made;
 }
 
 function link(href, text = "") {
-  const made = document.createElement("a");
-  for (const [name, value] of Object.entries({ href, target: "_blank", rel: "noopener noreferrer" })) made.setAttribute(name, value);
-  made.textContent = text;
-  return made;
+  return make("a", { href, target: "_blank", rel: "noopener noreferrer" }, text);
 }
 
 function leaf(token, code) {
@@ -107,8 +100,5 @@ function leaf(token, code) {
   if (type === "fence" || type === "code_block") return code(content.replace(/\n$/, ""), info.trim().split(/\s/)[0]);
   const tag = { code_inline: "code", formula: "code", formula_block: "pre", hr: "hr", hardbreak: "br" }[type];
   if (!tag) return document.createTextNode(type === "softbreak" ? "\n" : content);
-  const made = document.createElement(tag);
-  if (type.startsWith("formula")) made.classList.add("formula");
-  made.textContent = content;
-  return made;
+  return make(tag, type.startsWith("formula") ? { class: "formula" } : {}, content);
 }

@@ -1,4 +1,5 @@
 // The pages' requests to the server. Every error becomes a Failure with a message for display.
+import { $ } from "/page/dom.js";
 import { tab } from "/page/store.js";
 
 const UNREACHABLE = "The server cannot be reached: check that it runs, then try again.";
@@ -11,6 +12,12 @@ export class Failure extends Error {
     super(message);
     Object.assign(this, { status, code, wait });
   }
+}
+
+/** Bind the page's field of the API key. `act`: called with a new key. */
+export function keyField(act) {
+  $("key").value = tab.getItem("key") ?? "";
+  $("key").addEventListener("change", () => { tab.setItem("key", $("key").value); act(); });
 }
 
 function headers() {

@@ -60,9 +60,8 @@ async def answers(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
         if gone.is_set():
             return
         if message["type"] == "http.response.start":
-            await pieces.put(
-                Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message.get("headers", ())))
-            )
+            headers = tuple((bytes(k), bytes(v)) for k, v in message.get("headers", ()))
+            await pieces.put(Head(message["status"], headers))
         elif message.get("body"):
             await pieces.put(bytes(message["body"]))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from prometheus_client import generate_latest
@@ -17,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hybrid.serve.errors import ApiError, of_status, unavailable
+from hybrid.serve.errors import of_status, unavailable
 from hybrid.serve.guard import Guard
-from hybrid.serve.http import EVENTS, LINES, EventStream, Gone, Json, until_gone
-from hybrid.serve.metrics import add_samples
+from hybrid.serve.http import EVENTS, LINES, EventStream, Json, gone, until_gone
+from hybrid.serve.metrics import METRICS_TYPE, add_samples
 from hybrid.serve.scale.calls import Call, Head
 from hybrid.serve.scale.routing import Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
@@ -64,8 +65,8 @@ class Front:
             response = await until_gone(request, self._respond(request, await request.body()))
         except HTTPException as error:
             raise of_status(error.status_code) from None
-        except (ClientDisconnect, Gone):
-            raise ApiError(499, "the client went away", code="cancelled") from None
+        except ClientDisconnect:
+            raise gone() from None
         await response(scope, receive, send)
 
     async def _respond(self, request: Request, body: bytes) -> Response:
@@ -74,9 +75,8 @@ class Front:
             return Json({"status": "alive", "replicas": len(self._replicas), "down": sorted(self._down)})
         if request.method == "GET" and path == "/metrics":
             return await self._metrics(request)
-        return await self._forward(
-            Call(request.method, path, request.scope["query_string"], tuple(request.headers.raw), body)
-        )
+        headers = tuple(request.headers.raw)
+        return await self._forward(Call(request.method, path, request.scope["query_string"], headers, body))
 
     async def close(self) -> None:
         for task in self._down.values():
@@ -166,15 +166,8 @@ class Front:
                 return _whole(pieces) if isinstance(head, Head) else Json({}, 503)
             text = b"".join(p for p in pieces if isinstance(p, bytes)).decode()
             add_samples(found, text_string_to_metric_families(text), replica=str(i))
-        return Response(generate_latest(_Collected(found)), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-class _Collected:
-    def __init__(self, found: dict[str, Metric]) -> None:
-        self._found = found
-
-    def collect(self) -> list[Metric]:
-        return list(self._found.values())
+        collected: Any = SimpleNamespace(collect=found.values)
+        return Response(generate_latest(collected), media_type=METRICS_TYPE)
 
 
 def _headers(response: Response, head: Head) -> Response:

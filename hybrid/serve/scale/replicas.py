@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from hybrid.serve.app import make_app
+from hybrid.serve.errors import log
 from hybrid.serve.scale.calls import Call, Head, answers
 from hybrid.serve.scale.front import ReplicaGone
 from hybrid.serve.settings import Settings
@@ -38,7 +38,7 @@ class Engine:
 
         def end(_code: int, line: str) -> None:
             self._ended = line
-            print(line, file=sys.stderr, flush=True)
+            log(line)
 
         self._app = make_app(load, settings, end)
 

@@ -36,9 +36,9 @@ def beginning(path: str, body: bytes) -> str:
         *before, last = (json.dumps(item, sort_keys=True) for item in [*first, rest])
     except ValueError:
         return ""
-    return (
-        path + "".join(before) + (last[:-1] if isinstance(rest, (list, str)) else last)
-    )  # a longer conversation continues here
+    if isinstance(rest, (list, str)):
+        last = last[:-1]  # a longer conversation continues here
+    return path + "".join(before) + last
 
 
 def keys_of(text: str) -> tuple[bytes, ...]:

@@ -1,32 +1,40 @@
-"""Request models of /v1/responses, and their conversion to chat requests."""
+"""/v1/responses of OpenAI's API: requests as chat requests, and answers as an object with a list of items, or a stream of
+events."""
 
 from __future__ import annotations
 
+import secrets
+import time
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from fastapi import APIRouter, Request
+from pydantic import ConfigDict, Field, Tag, model_validator
+from starlette.responses import Response
 
-from hybrid.serve.adapter import Names, chat_request
-from hybrid.serve.errors import bad_request
-from hybrid.serve.http import packed
+from hybrid.serve.answers import Answer
+from hybrid.serve.errors import ApiError, bad_request
+from hybrid.serve.forms import FINISH, Head, PartsForm, named_event, usage
+from hybrid.serve.generating import Names, asked_chat, chat_request
+from hybrid.serve.http import JsonRoute, packed
+from hybrid.serve.service import Service
 from hybrid.serve.wire import (
     I32,
-    MESSAGES,
-    TOOLS,
     TOP_LOGPROBS,
+    AnyTool,
     ChatRequest,
+    Choice,
     Content,
     Effort,
-    FirstError,
+    Many,
     Name,
     SamplingFields,
     Text,
+    ToolList,
+    Unused,
     Verbosity,
     Wire,
-    check_tools,
+    by_kind,
     content_of,
-    kind_of,
-    other_type,
     wrong,
 )
 
@@ -71,9 +79,6 @@ class ThoughtPart(Wire):
     text: Text
 
 
-Thought = Annotated[list[ThoughtPart], FirstError(), Field(max_length=MESSAGES)]
-
-
 class InputReasoning(Wire):
     """A thought that clients send back. Its other fields are ignored: summaries and encrypted thoughts are of other
     models."""
@@ -81,7 +86,7 @@ class InputReasoning(Wire):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
-    content: Thought | None = None
+    content: Many[ThoughtPart] | None = None
 
 
 def _item_kind(value: Any) -> str | None:
@@ -94,32 +99,21 @@ InputItem = Annotated[
     | Annotated[InputCall, Tag("<function_call>")]
     | Annotated[InputResult, Tag("<function_call_output>")]
     | Annotated[InputReasoning, Tag("<reasoning>")],
-    Discriminator(
-        _item_kind,
-        custom_error_type="kind",
-        custom_error_message="must be a message, a function_call, a function_call_output or reasoning: nothing else is kept here",
+    by_kind(
+        "must be a message, a function_call, a function_call_output or reasoning: nothing else is kept here", _item_kind
     ),
 ]
 Input = Annotated[
-    Annotated[Text, Tag("<string>")]
-    | Annotated[list[InputItem], FirstError(), Field(min_length=1, max_length=MESSAGES), Tag("<array>")],
-    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of items"),
+    Annotated[Text, Tag("<string>")] | Annotated[Many[InputItem], Field(min_length=1), Tag("<array>")],
+    by_kind("must be a string or an array of items"),
 ]
 
 
-class ResponseTool(Wire):
-    """`other`: as of wire.Tool."""
-
-    type: Annotated[str, StringConstraints(max_length=64)]
+class ResponseTool(AnyTool):
     name: Name | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_other_types_whole(cls, value: Any) -> Any:
-        return other_type(value)
 
     @model_validator(mode="after")
     def _validate_name(self) -> ResponseTool:
@@ -131,16 +125,6 @@ class ResponseTool(Wire):
 class NamedResponseTool(Wire):
     type: Literal["function"]
     name: Name
-
-
-ResponseToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedResponseTool, Tag("<object>")],
-    Discriminator(
-        kind_of,
-        custom_error_type="kind",
-        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function",
-    ),
-]
 
 
 class TextFormat(Wire):
@@ -173,9 +157,11 @@ class Reasoning(Wire):
 
 SHARED = ("model", "stream", "parallel_tool_calls", "store", "chat_template_kwargs", "thinking_token_budget")
 """Fields of chat requests with the same name and meaning, beside those of sampling."""
+REPEATED = ("instructions", "max_output_tokens", "metadata", "reasoning", "text", "tool_choice", "tools", "user")
+"""Fields that the answer repeats, beside those of sampling."""
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, Unused):
     """A stateless request: it contains the whole conversation."""
 
     input: Input
@@ -183,8 +169,8 @@ class ResponsesRequest(SamplingFields):
     instructions: Text | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
-    tools: Annotated[list[ResponseTool], FirstError(), Field(max_length=TOOLS)] | None = None
-    tool_choice: ResponseToolChoice | None = None
+    tools: ToolList[ResponseTool] | None = None
+    tool_choice: Choice[NamedResponseTool] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -194,37 +180,12 @@ class ResponsesRequest(SamplingFields):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """Ignored: prompts that are too long are refused."""
-    store: bool | None = None
-    """Ignored: the answer has store: false."""
     # Accepted and ignored: no effect on the text.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     stream_options: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _validate_tools(self) -> ResponsesRequest:
-        check_tools([t.name for t in self.tools or ()], [t.type for t in self.tools or ()])
-        return self
 
     def repeated(self) -> dict[str, Any]:
         """Fields that the answer repeats. ApiError 400 for non-finite numbers."""
-        fields = {
-            "instructions",
-            "max_output_tokens",
-            "metadata",
-            "reasoning",
-            "text",
-            "tool_choice",
-            "tools",
-            "top_p",
-            "temperature",
-            "user",
-        }
-        found = self.model_dump(include=fields, by_alias=True)
+        found = self.model_dump(include={*REPEATED, "temperature", "top_p"}, by_alias=True)
         try:
             packed(found)
         except ValueError:
@@ -291,3 +252,115 @@ class ResponsesRequest(SamplingFields):
             if thought and out[-1]["role"] == "assistant":
                 out[-1]["reasoning_content"], thought = thought, ""
         return out
+
+
+def router(service: Service) -> APIRouter:
+    r = APIRouter(route_class=JsonRoute)
+
+    @r.post("/v1/responses", summary="An answer as a list of items: text and calls of tools")
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        repeated = body.repeated()
+        a = await asked_chat(service, request, body.chat(), NAMES)
+        form = ResponsesForm(a.head, a.readers[0], repeated)
+        return await service.answer(request, a.jobs, form, bool(body.stream), a.notes)
+
+    return r
+
+
+class ResponsesForm(PartsForm):
+    """An answer of /v1/responses. asked: request fields that it repeats."""
+
+    def __init__(self, head: Head, reader: Answer, asked: dict[str, Any]) -> None:
+        super().__init__(head, reader)
+        self._same: dict[str, Any] = {
+            "id": f"resp_{secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": head.model,
+            "error": None,
+            "previous_response_id": None,
+            "store": False,
+            **asked,
+        }
+        self._number = 0
+
+    def open(self) -> bytes:
+        response = self._object("in_progress")
+        return b"".join(self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress"))
+
+    def close(self) -> bytes:
+        whole = self.whole()
+        return self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, error: ApiError) -> bytes:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def whole(self) -> dict[str, Any]:
+        self.end()
+        return self._object(self._status())
+
+    def _status(self) -> str:
+        """Of what has ended."""
+        cut = self.done is not None and FINISH[self.done.finish] == "length"
+        return "incomplete" if cut else "completed"
+
+    def _object(self, status: str) -> dict[str, Any]:
+        counted = None
+        if self.done is not None:
+            u = usage([self.done], [0], [self.reader])
+            counted = {
+                "input_tokens": u["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": u["prompt_tokens_details"]["cached_tokens"]},
+                "output_tokens": u["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": u["completion_tokens_details"]["reasoning_tokens"]},
+                "total_tokens": u["total_tokens"],
+            }
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**self._same, "status": status, "incomplete_details": why, "output": self.parts, "usage": counted}
+
+    def _begin(self, kind: str, call: dict[str, Any]) -> bytes:
+        if call:
+            about = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+            return self._add("fc", {"type": "function_call", **about})
+        if kind == "content":
+            added = self._add("msg", {"type": "message", "role": "assistant", "content": []})
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            added = self._add("rs", {"type": "reasoning", "summary": [], "content": []})
+            part = {"type": "reasoning_text", "text": ""}
+        self.parts[-1]["content"].append(part)
+        return added + self._of_item("response.content_part.added", content_index=0, part=part)
+
+    def _add(self, prefix: str, item: dict[str, Any]) -> bytes:
+        self.parts.append({"id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress", **item})
+        return self._event("response.output_item.added", output_index=len(self.parts) - 1, item=self.parts[-1])
+
+    def _more(self, piece: str, logprobs: list[dict[str, Any]]) -> bytes:
+        item = self.parts[-1]
+        if item["type"] == "function_call":
+            return self._of_item("response.function_call_arguments.delta", delta=piece)
+        more = {"logprobs": logprobs} if item["type"] == "message" else {}
+        kind = item["content"][0]["type"]
+        return self._of_item(f"response.{kind}.delta", content_index=0, delta=piece, **more)
+
+    def _end(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        item = self.parts[-1]
+        item["status"] = self._status()
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            out = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = item["content"][0]
+            said = {"text": text, "logprobs": logprobs} if item["type"] == "message" else {"text": text}
+            part.update(said)
+            out = self._of_item(f"response.{part['type']}.done", content_index=0, **said)
+            out += self._of_item("response.content_part.done", content_index=0, part=part)
+        return out + self._event("response.output_item.done", output_index=len(self.parts) - 1, item=item)
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        """An event within the last item."""
+        return self._event(kind, item_id=self.parts[-1]["id"], output_index=len(self.parts) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return named_event(kind, sequence_number=self._number - 1, **fields)
