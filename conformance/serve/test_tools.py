@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -19,6 +20,7 @@ from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
 from hybrid.serve.answers import Answer
+from hybrid.serve.errors import ApiError
 from hybrid.serve.grammars import Grammars
 from hybrid.serve.responses import ResponsesRequest
 from hybrid.serve.tools import Format, Offer, parameters
@@ -122,6 +124,62 @@ def test_calls_that_the_grammar_allows_are_parsed(name: str, offered: Offer, lea
             made = {t.name: t for t in offered.tools}[call["function"]["name"]]
             jsonschema.validate(json.loads(call["function"]["arguments"]), parameters(made))
     assert ended > 10
+
+
+def one_tool(schema: dict[str, Any]) -> Offer:
+    """A strict function with a parameter of the schema."""
+    whole = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": whole, "strict": True}})
+    assert tool.function is not None
+    return Offer([tool.function], required=True, several=False)
+
+
+FOLLOWED: list[dict[str, Any]] = [
+    {"type": "string", "pattern": "^[a-c]{2,4}/x$", "maxLength": 5},
+    {"type": "string", "pattern": "[$^|]b\\$|c\n", "maxLength": 9},
+    {"type": "string", "minLength": 2, "maxLength": 3},
+    {"type": "string", "maxLength": 0},
+    {"type": "integer", "minimum": 0, "exclusiveMaximum": 9},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+    {"type": "array", "items": {"type": "null"}, "maxItems": 0},
+    {"type": ["object", "null"], "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "additionalProperties": False},
+]
+
+
+@pytest.mark.parametrize("schema", FOLLOWED, ids=lambda schema: json.dumps(schema)[:60])
+def test_strict_schemas_are_followed_between_marks(schema: dict[str, Any]) -> None:
+    tokenizer, grammars, kind = family("gemma4")
+    ended, offered = 0, one_tool(schema)
+    for seed in range(6):
+        constraint = grammars.constraint(kind.larks(offered, (None, False)), "tools")
+        ids = list(islice(walk(constraint, tokenizer, seed), 300))
+        if len(ids) < 300:
+            ended += 1
+            _, calls, _ = read(kind, offered, tokenizer, ids, seed)
+            jsonschema.validate(json.loads(calls[0]["function"]["arguments"]), parameters(offered.tools[0]))
+    assert ended > 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "string", "format": "date"}, "x.format"),
+        ({"type": "string", "pattern": "^a|b$"}, "x.pattern"),
+        ({"type": "string", "maxLength": 5000}, "x.maxLength"),
+        ({"type": "array", "items": {"type": "string", "format": "date"}}, "x.items.format"),
+        ({"type": "array", "prefixItems": [{}]}, "x.prefixItems"),
+        ({"type": "object", "required": ["y"]}, "x.required"),
+        ({"anyOf": [{"type": "null"}, {"minimum": 3}]}, "x.anyOf[1].minimum"),
+        ({"allOf": [{"type": "string"}]}, "x.allOf"),
+    ],
+)
+def test_strict_schemas_that_no_grammar_follows_are_refused(schema: dict[str, Any], place: str) -> None:
+    _, grammars, kind = family("gemma4")
+    with pytest.raises(ApiError, match=re.escape(f"parameters.properties.{place} cannot be followed by this model")):
+        kind.larks(one_tool(schema), (None, False))
+    loose = Offer([one_tool(schema).tools[0].model_copy(update={"strict": False})])
+    grammars.constraint(kind.larks(loose, (None, False)), "tools")
 
 
 def test_calls_beside_a_schema() -> None:

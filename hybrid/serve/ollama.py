@@ -226,7 +226,10 @@ class OllamaGenerate(Generating):
 
     def notes(self, context: int) -> list[str]:
         ours = ["template: the checkpoint's is used"] if self.template else []
-        return [*super().notes(context), *ours]
+        raw = (
+            ["think: a raw prompt says itself whether the model thinks"] if self.raw and self.think is not None else []
+        )
+        return [*super().notes(context), *ours, *raw]
 
     def chat(self) -> ChatRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -315,7 +318,11 @@ def router(service: Service) -> APIRouter:
         h = c.hparams
         thinks = not h.dimensions and thinking.channel_of(c.tokenizer, ()) is not None
         able = ["embedding"] if h.dimensions else ["completion", "tools", *(["thinking"] if thinks else [])]
-        sizes = {"context_length": h.context_length, "embedding_length": h.hidden, "block_count": len(h.layers)}
+        sizes = {
+            "context_length": h.context_length,
+            "embedding_length": h.dimensions or h.hidden,
+            "block_count": len(h.layers),
+        }
         return {
             "modelfile": "",
             "parameters": "",

@@ -29,7 +29,7 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties", *_LOGIC, "contains", "propertyNames", *_UNEVALUATED)
 _TEXTS = ("$ref", "pattern", "format")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _CONTAINED = ("contains", "minContains", "maxContains", "uniqueItems", "propertyNames")
 _DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
 _NOT_FOLLOWED = (*_LOGIC, *_UNEVALUATED, *_CONTAINED, *_DEPENDENT, "$dynamicRef", "$recursiveRef")
@@ -97,7 +97,7 @@ class _Check:
                 wanted = "must be a string"
             elif key in _COUNTS and not (_is_whole(value) and value >= 0):
                 wanted = "must be a whole number, 0 or more"
-            elif key in _NUMBERS and not _is_number(value):
+            elif key in NUMBERS and not _is_number(value):
                 wanted = "must be a number"
             if wanted:
                 raise _wrong(at, wanted)

@@ -8,6 +8,7 @@ the reader parses. A strict tool's schema is enforced in full, other schemas as 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,6 +136,12 @@ def calls_of(message: Message, n: int) -> list[tuple[str, str, dict[str, Any]]]:
             raise bad_request("arguments of a tool call must be a JSON object", param, "invalid_value")
         calls.append((call.id, call.function.name, found))
     return calls
+
+
+def in_slashes(expression: str) -> str:
+    """A regular expression as Lark takes it, without the slashes around it."""
+    changed = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"(?s)\\.|[/\n]", lambda found: changed.get(found[0], found[0]), expression)
 
 
 def literal(text: str) -> str:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hybrid.serve.answers import Parser
 from hybrid.serve.errors import bad_request
-from hybrid.serve.schemas import resolve
+from hybrid.serve.schemas import NUMBERS, resolve
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, in_slashes, literal
 from hybrid.serve.wire import Message, content_of
 from hybrid.text.marks import ids_of
 from hybrid.text.tokenizer import Tokenizer
@@ -61,9 +62,32 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
     return out, tools
 
 
+_LIMITS: Mapping[str, Sequence[str]] = {
+    "string": ("format",),
+    "array": ("prefixItems",),
+    "object": ("patternProperties", "minProperties", "maxProperties"),
+}
+"""Keywords that are not followed, by type."""
+_ALTERNATIVES = ("anyOf", "oneOf")
+_OF_TEXTS = ("pattern", "minLength", "maxLength")
+_OF_TYPES = (
+    *_OF_TEXTS,
+    "properties",
+    "required",
+    "items",
+    "minItems",
+    "maxItems",
+    *NUMBERS,
+    *chain.from_iterable(_LIMITS.values()),
+)
+_MOST = 1000
+"""Most items of an array, or characters of a text, whose number is followed."""
+
+
 class _Rules:
-    """Grammar rules of a schema's values in the family's format. Supports types, properties, required, items, enum,
-    const and alternatives; ignores other keywords."""
+    """Grammar rules of a schema's values in the family's format. Follows types, properties, required, items and their number,
+    limits of numbers, patterns and lengths of texts, enum, const and alternatives. Other keywords are ignored, or under
+    `strict` refused."""
 
     def __init__(self, quote: int) -> None:
         self.lines = [
@@ -79,11 +103,12 @@ class _Rules:
         ]
         self._known: dict[str, str] = {}
         self._root: dict[str, Any] = {}
+        self._strict = False
 
-    def of(self, schema: dict[str, Any]) -> str:
-        self._root = schema
+    def of(self, schema: dict[str, Any], strict: bool) -> str:
+        self._root, self._strict = schema, strict
         self._known = {}
-        return self._value(schema)
+        return self._value(schema, "parameters")
 
     def _add(self, body: str) -> str:
         name = f"r{len(self.lines)}"
@@ -92,49 +117,98 @@ class _Rules:
         self.lines.append(f"{name}: {body}")
         return name
 
-    def _value(self, schema: Any) -> str:
+    def _refuse(self, schema: Mapping[str, Any], keywords: Iterable[str], place: str) -> None:
+        """ApiError for the first of the keywords that a strict schema has."""
+        found = next((key for key in keywords if key in schema), None)
+        if self._strict and found is not None:
+            what = f"{place[:160]}.{found} cannot be followed by this model: leave it out, or send strict: false"
+            raise bad_request(f"Invalid schema: {what}.", "tools", "invalid_schema")
+
+    def _value(self, schema: Any, place: str) -> str:
         if not isinstance(schema, dict):
             return "any"
+        self._refuse(schema, ("allOf",), place)
         if "$ref" in schema:
-            return self._reference(str(schema["$ref"]))
+            self._refuse(schema, (*_OF_TYPES, *_ALTERNATIVES), place)
+            return self._reference(str(schema["$ref"]), place)
         if "const" in schema or "enum" in schema:
             values = schema.get("enum", [schema.get("const")])
             return self._add(" | ".join(self._written(v) for v in values) or "any")
-        for name in ("anyOf", "oneOf"):
+        for name in _ALTERNATIVES:
             if isinstance(schema.get(name), list) and schema[name]:
-                return self._add(" | ".join(self._value(s) for s in schema[name]))
+                self._refuse(schema, _OF_TYPES, place)
+                ways = enumerate(schema[name])
+                return self._add(" | ".join(self._value(s, f"{place}.{name}[{n}]") for n, s in ways))
         kind = schema.get("type")
         if isinstance(kind, list) and kind:
-            return self._add(" | ".join(self._value({**schema, "type": k}) for k in kind))
+            return self._add(" | ".join(self._value({**schema, "type": k}, place) for k in kind))
+        self._refuse(schema, _OF_TYPES if kind is None else _LIMITS.get(str(kind), ()), place)
         simple = {"string": "text", "number": "NUMBER", "integer": "INTEGER", "null": '"null"'}
         if kind == "boolean":
             return self._add('"true" | "false"')
+        if kind in ("number", "integer") and (limits := {k: schema[k] for k in NUMBERS if k in schema}):
+            return self._add(json_rule({"type": kind, **limits}, strict=self._strict))
+        if kind == "string" and any(key in schema for key in _OF_TEXTS):
+            return self._text(schema, place)
         if kind in simple:
             return simple[str(kind)]
         if kind == "array":
-            item = self._value(schema.get("items"))
-            return self._add(f'"[" "]" | "[" {item} ("," {item})* "]"')
-        if kind == "object":
-            return self._object(schema) if isinstance(schema.get("properties"), dict) else "any_object"
-        return "any"
+            return self._array(schema, place)
+        return self._object(schema, place) if kind == "object" else "any"
 
-    def _object(self, schema: dict[str, Any]) -> str:
-        """Properties in declared order; optional ones may be missing."""
-        members = list(schema["properties"].items())
-        required = set(schema.get("required") or ())
+    def _numbers(self, schema: dict[str, Any], of: str, place: str) -> tuple[int, int | None]:
+        """(least, most) of what keywords such as `minItems` limit; no limits for numbers that are too large for a grammar."""
+        least, most = int(schema.get(f"min{of}", 0)), schema.get(f"max{of}")
+        if max(least, most or 0) <= _MOST:
+            return least, None if most is None else int(most)
+        self._refuse(schema, (f"min{of}", f"max{of}"), place)
+        return 0, None
+
+    def _text(self, schema: dict[str, Any], place: str) -> str:
+        least, most = self._numbers(schema, "Length", place)
+        parts = [f"/(?s:.{{{least},{'' if most is None else most}}})/"]
+        if "pattern" in schema:
+            found = _whole_pattern(schema["pattern"])
+            if found is None:
+                self._refuse(schema, ("pattern",), place)
+            parts += [] if found is None else [f"/{found}/"]
+        name = f"STRING{len(self.lines)}"
+        self.lines.append(f"{name}: {' & '.join(parts)}")
+        return self._add(f"quote {name} quote")
+
+    def _array(self, schema: dict[str, Any], place: str) -> str:
+        item = self._value(schema.get("items"), f"{place}.items")
+        least, most = self._numbers(schema, "Items", place)
+        if most == 0:
+            return self._add('"[" "]"')
+        after = f"{{{max(least - 1, 0)},{'' if most is None else max(most - 1, 0)}}}"
+        empty = '"[" "]" | ' if least == 0 else ""
+        return self._add(f'{empty}"[" {item} ("," {item}){after} "]"')
+
+    def _object(self, schema: dict[str, Any], place: str) -> str:
+        """Properties in declared order; optional ones may be missing. Without any: of any names."""
+        required, others = set(schema.get("required") or ()), schema.get("additionalProperties", True)
+        members = list((schema.get("properties") or {}).items())
+        if not required <= dict(members).keys():
+            self._refuse(schema, ("required",), place)
+        if not members and others is True:
+            return "any_object"
+        if not members and others is not False:
+            value = self._value(others, f"{place}.additionalProperties")
+            return self._add(f'"{{" "}}" | "{{" KEY ":" {value} ("," KEY ":" {value})* "}}"')
         first = rest = self._add('""')
         for key, value in reversed(members):
-            pair = f"{_key(key)} {self._value(value)}"
+            pair = f"{_key(key)} {self._value(value, f'{place}.properties.{key}')}"
             skip = f" | {first}" if key not in required else ""
             skip_rest = f" | {rest}" if key not in required else ""
             first, rest = self._add(f"{pair} {rest}{skip}"), self._add(f'"," {pair} {rest}{skip_rest}')
         return self._add(f'"{{" {first} "}}"')
 
-    def _reference(self, ref: str) -> str:
+    def _reference(self, ref: str, place: str) -> str:
         if ref not in self._known:
             found = resolve(self._root, ref)
             name = self._known[ref] = f"ref{len(self._known)}_{len(self.lines)}"
-            self.lines.append(f"{name}: {'any' if found is None else self._value(found)}")
+            self.lines.append(f"{name}: {'any' if found is None else self._value(found, f'{place}.$ref')}")
         return self._known[ref]
 
     def _written(self, value: Any) -> str:
@@ -147,6 +221,23 @@ class _Rules:
             pairs = [f"{_key(k)} {self._written(v)}" for k, v in value.items()]
             return f'"{{" {_COMMA.join(pairs)} "}}"'
         return literal(json.dumps(value, allow_nan=False))
+
+
+def _whole_pattern(pattern: str) -> str | None:
+    """The regular expression of a whole text in which a pattern is found, within slashes; None where anchors are not at the
+    ends of the pattern."""
+    begins = pattern.startswith("^")
+    ends = re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    body = pattern[begins : len(pattern) - ends]
+    rest = re.sub(r"\\.|\[(\\.|[^\]])*\]", "", body)  # without what is escaped, and sets
+    if "^" in rest or "$" in rest:
+        return None
+    while (found := re.sub(r"\([^()]*\)", "", rest)) != rest:
+        rest = found
+    if "|" in rest and (begins or ends):
+        return None  # an anchor of one alternative alone
+    anything = r"(?s:.*)"
+    return in_slashes(f"{'' if begins else anything}({body}){'' if ends else anything}")
 
 
 def _key(key: str) -> str:
@@ -163,7 +254,7 @@ def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool], family: Famil
     rules = _Rules(marks[family.quote])
     calls = []
     for t in offer.tools:
-        arguments = rules.of(offer.arguments(t)[0])
+        arguments = rules.of(*offer.arguments(t))
         calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
     begin, end = marks[family.open], marks[family.close]
     rules.lines.append(f"call: <[{begin}]> ({' | '.join(calls)}) <[{end}]>")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hybrid.serve.answers import Parser
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Format, Offer, literal
+from hybrid.serve.tools import MOST_CALLS, Format, Offer, in_slashes, literal
 from hybrid.serve.tools_marked import turns
 from hybrid.text.chat import ChatError, render
 from hybrid.text.tokenizer import CONTROL, Tokenizer
@@ -145,7 +145,7 @@ def lark_with(form: Form, marks: Mapping[str, int]) -> Any:
             start = f"TEXT ({start})?"
         elif not offer.required:
             rest = text_of(form.open[len(first) :])
-            rules.append(f"before[lazy]: /(?s:.*){_pattern(first)}/")
+            rules.append(f"before[lazy]: /(?s:.*){in_slashes(re.escape(first))}/")
             start = f"TEXT | before {rest} calls"
         return "\n".join([f"start: {start}", *rules, *([r"TEXT: /(?s:.*)/"] if "TEXT" in start else [])])
 
@@ -156,11 +156,6 @@ def _split(text: str, marks: Mapping[str, int]) -> list[str]:
     """A text cut at its control tokens."""
     names = "|".join(map(re.escape, marks))
     return [part for part in (re.split(f"({names})", text) if names else [text]) if part]
-
-
-def _pattern(text: str) -> str:
-    """A regular expression of a text, within slashes."""
-    return "".join({"\n": r"\n", "/": r"\/"}.get(c, re.escape(c)) for c in text)
 
 
 # -------------------------------------------------------------------------------------------------------------- reader
