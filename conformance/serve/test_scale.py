@@ -7,13 +7,12 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import pytest
 
 from conformance.support.scripted import Script, ScriptedModel
-from conformance.support.server import UNTOUCHED
+from conformance.support.server import without_collections
 from hybrid.serve.app import make_app
 from hybrid.serve.scale import front as front_module
 from hybrid.serve.scale import routing
@@ -169,7 +168,7 @@ def with_front(test: Test, replicas: int = 2, script: Script | None = None, sett
         for fake in fakes:
             await fake.app.state.backend.close()
 
-    with patch("hybrid.serve.backend.gc", UNTOUCHED):
+    with without_collections():
         asyncio.run(asyncio.wait_for(run(), 60))
 
 

@@ -24,9 +24,14 @@ from hybrid.serve.models import Several
 from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import Settings
 
-UNTOUCHED = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-"""Replaces garbage collection at the start of a server, which takes half a second in the suite's process;
-conformance/serve/test_process.py runs the real one."""
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """No garbage collection at the start of a server, which takes half a second in the suite's process;
+    conformance/serve/test_process.py runs the real one."""
+    untouched = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with patch("hybrid.serve.backend.gc", untouched), patch("hybrid.core.garbage.gc", untouched):
+        yield
 
 
 class Running:
@@ -68,7 +73,7 @@ def running(
     listening = listening or listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
     found = Running(app, server, listening.getsockname(), ended)
-    with patch("hybrid.serve.backend.gc", UNTOUCHED), patch("hybrid.core.garbage.gc", UNTOUCHED):
+    with without_collections():
         thread.start()
         try:
             until(lambda: server.started)
