@@ -48,10 +48,12 @@ def run(
     if threads % LANES:
         raise Fault(f"{name}: a workgroup of {threads} is not a whole number of subgroups")
     most = max(1, MOST_LANES // threads)
-    used = {op for block in module.blocks for op, *_ in block.body}
-    if ATOMIC_LOAD in used:
+    if not module.order:
+        module.order = ordered(cut(module.blocks, lambda scope: int(module.constants[scope]) <= 2))
+        module.used = frozenset(op for block in module.blocks for op, *_ in block.body)
+    if ATOMIC_LOAD in module.used:
         most = count  # workgroups wait for one another
-    elif used & ATOMICS.keys():
+    elif module.used & ATOMICS.keys():
         most = min(
             most, -(-count // BATCHES)
         )  # workgroups exchange data: an earlier lane must not see a later lane's writes
@@ -123,7 +125,7 @@ class Machine(Subgroups):
         self.shared = [
             p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)
         ]
-        self.blocks = ordered(cut(module.blocks, lambda scope: int(module.constants[scope]) <= 2))
+        self.blocks = module.order
         self.index = {b.label: i for i, b in enumerate(self.blocks)}
 
     def _seen(self, binding: int | None) -> Seen:
@@ -200,9 +202,8 @@ class Machine(Subgroups):
         if not self.blocks[i].waits:
             return mask, came
         going = self._arrived(mask)
-        groups = slice(None) if going is None else going.reshape(self.groups, -1).any(-1)
         for shared in self.shared:
-            shared.epoch[groups] += 1
+            shared.barrier(going)
         if going is not None and (left := mask & ~going).any():
             pending[i] = (left, came)
         return going, came
@@ -212,18 +213,27 @@ class Machine(Subgroups):
         if op == 249:
             return [(a[0], self.mask)]
         if op == 250:
-            return self._split(self.values[a[0]], [(a[1], None)], a[2], truth=True)
+            return self._branch(self.values[a[0]], a[1], a[2])
         if op == 251:
             cases = [(label, value) for value, label in zip(a[2::2], a[3::2], strict=True)]
-            return self._split(self.values[a[0]], cases, a[1], truth=False)
+            return self._split(self.values[a[0]], cases, a[1])
         return []
 
-    def _split(self, value: Any, cases: list[tuple[int, Any]], rest: int, truth: bool) -> list[tuple[int, Any]]:
+    def _branch(self, value: Any, label: int, other: int) -> list[tuple[int, Any]]:
+        if label == other or np.ndim(value) == 0:
+            return [(label if label == other or value else other, self.mask)]
+        true = value if self.mask is None else self.mask & value
+        false = ~value if self.mask is None else self.mask & ~value
+        if not false.any():
+            return [(label, self.mask)]
+        return [(label, true), (other, false)] if true.any() else [(other, self.mask)]
+
+    def _split(self, value: Any, cases: list[tuple[int, Any]], rest: int) -> list[tuple[int, Any]]:
         whole = np.ones(self.n, bool) if self.mask is None else self.mask
         found: dict[int, Any] = {}
         left = whole
         for label, wanted in cases:
-            taken = left & (spread(value, self.n) if truth else spread(value == wanted, self.n))
+            taken = left & spread(value == wanted, self.n)
             left = left & ~taken
             if taken.any():
                 found[label] = found[label] | taken if label in found else taken
@@ -233,15 +243,18 @@ class Machine(Subgroups):
 
     def _phis(self, block: Block, came: Any) -> None:
         made = []
+        here: dict[int, Any] = {}  # lanes that came from a block
         for result, pairs in block.phis:
             ways = list(zip(pairs[::2], pairs[1::2], strict=True))
             if np.ndim(came) == 0:
                 value = next(self.values[v] for v, label in ways if label == came)
             else:
-                known = [(self.values[v], came == label) for v, label in ways if v in self.values]
+                known = [(self.values[v], label) for v, label in ways if v in self.values]
                 value = known[0][0]
-                for other, where in known[1:]:
-                    value = merged(where, other, value)
+                for other, label in known[1:]:
+                    if label not in here:
+                        here[label] = came == label
+                    value = merged(here[label], other, value)
             made.append((result, value))
         for result, value in made:
             self._put(result, value)

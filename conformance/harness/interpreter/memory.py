@@ -12,8 +12,9 @@ from hybrid.harness.interpreter.module import TYPE_ARRAY, TYPE_BOOL, TYPE_RUNTIM
 from hybrid.harness.interpreter.values import Fault, NotInterpreted, merged, uniform
 
 Seen = Callable[[Any, int, Any, bool], object] | None
-NOBODY, MANY = -1, -2
+OR = np.bitwise_or.reduce
 CELL = 2  # bytes of shared memory tracked together
+WHO = 32  # bits of a mark that hold the subgroup, above them the number of barriers
 
 
 class Bytes:
@@ -35,13 +36,14 @@ class Bytes:
         view, size = self.view(dtype), np.dtype(dtype).itemsize
         if mask is not None and np.ndim(offset):
             offset = np.where(mask if np.ndim(offset) == 1 else mask[:, None], offset, 0)
-        low, high = (int(offset), int(offset)) if np.ndim(offset) == 0 else (int(offset.min()), int(offset.max()))
-        if low < 0 or high + size > len(self.data):
+        # Of all offsets or-ed together the sign and the lower bits are those of any.
+        high, bits = (int(offset),) * 2 if np.ndim(offset) == 0 else (int(offset.max()), int(OR(offset, None)))
+        if bits < 0 or high + size > len(self.data):
+            low = int(np.min(offset))
             raise Fault(f"{self.name} has {len(self.data)} bytes, accessed were {low} to {high + size}")
-        index = offset // size
-        if (index * size != offset).any() if np.ndim(offset) else index * size != offset:
+        if bits & (size - 1):
             raise Fault(f"{self.name}: {np.dtype(dtype)} at an address that is not a multiple of its size")
-        return view, index
+        return view, offset >> (size.bit_length() - 1)
 
     def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
         """Report an access to the watcher."""
@@ -60,21 +62,24 @@ class Shared(Bytes):
         self.nbytes, self.subgroup, self.group = nbytes, subgroup, group
         self.base = group.astype(np.int64) * nbytes
         cells = nbytes * groups // CELL + 1
-        self.wrote, self.wrote_by = np.full(cells, -1, np.int64), np.full(cells, NOBODY, np.int64)
-        self.read, self.read_by = np.full(cells, -1, np.int64), np.full(cells, NOBODY, np.int64)
-        self.epoch = np.zeros(groups, np.int64)
+        self.wrote, self.read = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
+        """Marks of the latest accesses: 0 is nobody's; without a subgroup several have read since the barrier."""
+        self.mark = (1 << WHO) + 1 + subgroup.astype(np.int64)
+        """Of each lane, from its workgroup's latest barrier on."""
+
+    def barrier(self, lanes: Any) -> None:
+        """The workgroups of these lanes (None: all) pass a barrier."""
+        self.mark[slice(None) if lanes is None else lanes] += 1 << WHO
 
     def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
         super().touched(offset, size, mask, writes)
         lanes = slice(None) if mask is None else mask
-        places = np.broadcast_to(offset, (len(self.group), *np.shape(offset)[1:]))[lanes]
+        places = (offset if np.ndim(offset) else np.full(len(self.group), offset))[lanes]
         at = places[..., None] // CELL + np.arange(-(-size // CELL))
-        ones = (1,) * (at.ndim - 1)
-        who = np.broadcast_to(self.subgroup[lanes].reshape(-1, *ones), at.shape)
-        now = np.broadcast_to(self.epoch[self.group[lanes]].reshape(-1, *ones), at.shape)
-        late = (self.wrote[at] == now) & (self.wrote_by[at] != who)
+        mark = self.mark[lanes].reshape(-1, *(1,) * (at.ndim - 1))
+        late = others(self.wrote[at], mark)
         if writes:
-            late |= (self.read[at] == now) & (self.read_by[at] != who)
+            late |= others(self.read[at], mark)
         if late.any():
             byte, what = int(at[late][0]) * CELL % self.nbytes, "written" if writes else "read"
             raise Fault(
@@ -82,13 +87,21 @@ class Shared(Bytes):
                 "barrier between"
             )
         if writes:
-            self.wrote[at], self.wrote_by[at] = now, who
-            if (self.wrote_by[at] != who).any():
+            self.wrote[at] = mark
+            if (self.wrote[at] != mark).any():
                 raise Fault(f"{self.name}: two subgroups write the same shared memory in one step")
         else:
-            several = (self.read[at] == now) & (self.read_by[at] != who)
-            self.read[at], self.read_by[at] = now, who
-            self.read_by[at[several | (self.read_by[at] != who)]] = MANY
+            several = others(self.read[at], mark)
+            self.read[at] = mark
+            several |= self.read[at] != mark
+            if several.any():
+                self.read[at[several]] = np.broadcast_to(mark >> WHO << WHO, at.shape)[several]
+
+
+def others(found: np.ndarray, mark: np.ndarray) -> np.ndarray:
+    """Whether marks are of the same barriers and another subgroup."""
+    differs = found ^ mark
+    return (differs - 1).view(np.uint64) < (1 << WHO) - 1  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)

@@ -98,6 +98,9 @@ class Module:
     local: tuple[int, int, int]
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Of values that are matrices: see Type."""
+    order: list[Block] = field(default_factory=list)
+    """Its blocks as they are run (flow), and the opcodes in them; made by the first run."""
+    used: frozenset[int] = frozenset()
 
 
 def read(code: bytes, given: Mapping[int, int]) -> Module:

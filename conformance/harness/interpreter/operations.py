@@ -32,6 +32,8 @@ def _signed_result(call: Operation) -> Operation:
 
 def _over(a: Any, b: Any) -> Any:
     """Unsigned division; the result of a division by zero is undefined."""
+    if np.ndim(b) == 0 and b:
+        return a // b
     return np.where(b == 0, a.dtype.type(0), a // np.where(b == 0, b.dtype.type(1), b))[()]
 
 
@@ -120,9 +122,17 @@ BYTES = Type(TYPE_VECTOR, np.uint8, Type(TYPE_INT, np.uint8), 4)
 
 def _dot_bytes(t: Type, a: Any, b: Any, *packed: int) -> Any:
     """Dot product of four signed bytes each, packed in a word or as a vector."""
-    x, y = (v if isinstance(v, list) else bitcast(BYTES, v) for v in (a, b))
-    found = sum(signed(p).astype(np.int32) * signed(q).astype(np.int32) for p, q in zip(x, y, strict=True))
-    return unsigned(found)
+    if isinstance(a, list) or isinstance(b, list):
+        x, y = (v if isinstance(v, list) else bitcast(BYTES, v) for v in (a, b))
+        return unsigned(sum(signed(p).astype(np.int32) * signed(q).astype(np.int32) for p, q in zip(x, y, strict=True)))
+    each_byte = _signed_bytes(a) * _signed_bytes(b)
+    halves = each_byte[..., :2] + each_byte[..., 2:]
+    return unsigned((halves[..., 0] + halves[..., 1])[()])
+
+
+def _signed_bytes(words: Any) -> np.ndarray:
+    """The four bytes of each word, as int32 [..., 4]."""
+    return np.ascontiguousarray(words).view(np.int8).reshape(*np.shape(words), 4).astype(np.int32)
 
 
 def _divided(a: Any, b: Any) -> Any:
