@@ -18,6 +18,7 @@ from conformance.support.devices import (
     need_compiler,
     open_another,
     open_backend,
+    open_for_binding,
     spy_kernels,
 )
 from hybrid.harness import run_case
@@ -45,7 +46,7 @@ def _device(mutant: Mutant, sound: Any, kernels: set[str], options: dict[str, An
         return open_another(sound, spirv=mutated_spirv(mutant, kernels, folder), **options)
     from hybrid.kernels.vulkan.ops import BINDINGS
 
-    return open_another(sound, bindings={**BINDINGS, mutant.op: mutated_function(mutant, "record")}, **options)
+    return open_for_binding(sound, bindings={**BINDINGS, mutant.op: mutated_function(mutant, "record")}, **options)
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(s, id=f"{s.op}-{s.kind}-{s.name}") for s in tried(MUTANTS)])

@@ -22,6 +22,7 @@ from conformance.support.devices import (
     need_compiler,
     open_another,
     open_backend,
+    open_for_binding,
     spy_kernels,
 )
 from conformance.support.groups import SPECS, cases, judged, planned, run
@@ -485,7 +486,8 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
         for ops in (rows.OPS,) if rows else (_layer.OPS, _layer.QUERIES_WITH_OWN):
             others = [(o, wrong if o == ops else group) for o, group in BEGUN_BY[ops[0]]]
             monkeypatch.setitem(BEGUN_BY, ops[0], others)
-    with open_another(sound, guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError, Fault)):
+    opened = open_for_binding if mutant.kind == "binding" else open_another
+    with opened(sound, guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError, Fault)):
         (run if rows else judged if kinds else cancelled)(device, *(() if rows else (USES[0],)), made, **how)
 
 

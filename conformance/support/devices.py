@@ -171,6 +171,14 @@ def open_another(device: Any, **options: Any) -> Any:
     return open_backend(INTERPRETED if is_interpreted(device) else device.backend, **options)
 
 
+def open_for_binding(device: Any, **options: Any) -> Any:
+    """A Vulkan device of the same kind and options for a binding that may be wrong. On a CPU driver and where NumPy
+    interprets it shares the pipelines, which take longer to compile than to run; a GPU may be lost."""
+    if device.info.kind == "cpu" or is_interpreted(device):
+        return device.sibling(**options)
+    return open_another(device, **options)
+
+
 def is_interpreted(device: Any) -> bool:
     return getattr(device, "interpreted", False)
 
