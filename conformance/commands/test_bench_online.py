@@ -12,15 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from conformance.support.garbage import UNTOUCHED
 from hybrid.bench import __main__ as bench
 from hybrid.bench import requests, talk
 from hybrid.bench.requests import Served, quantiles, summary
+from hybrid.core import garbage
 from hybrid.core.errors import QueueFull
 from hybrid.devices import energy
 from hybrid.devices.energy import Energy, Meter, meter_for
 from hybrid.engine.handle import Handle
 from hybrid.engine.request import Completion, Options, Request, Timings, Usage, Wakeups
 from hybrid.engine.stats import Metrics
+
+
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bench collects garbage once its model is loaded."""
+    monkeypatch.setattr(garbage, "gc", UNTOUCHED)
+
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
 
@@ -138,6 +147,7 @@ def test_no_collection_looks_through_the_model_while_it_is_asked(monkeypatch):
         return {}
 
     monkeypatch.setattr("hybrid.bench.online._requests", asked)
+    monkeypatch.setattr(garbage, "gc", gc)
     assert bench.main([*SMALL, "--requests", "1", "--prompt-lengths", "3", "--output-lengths", "2", "--json"]) == 0
     assert looked == [False]
 

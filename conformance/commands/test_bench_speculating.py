@@ -6,11 +6,20 @@ import json
 
 import pytest
 
+from conformance.support.garbage import UNTOUCHED
 from conformance.support.paths import DEMO
 from hybrid.bench import __main__ as bench
 from hybrid.bench.speculating import Drafts, Runs
+from hybrid.core import garbage
 from hybrid.engine.request import Request
 from hybrid.engine.speculation import Lookup, Replay
+
+
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bench collects garbage once its model is loaded."""
+    monkeypatch.setattr(garbage, "gc", UNTOUCHED)
+
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
 ASKED = ["-b", "3", "--requests", "4", "--prompt-lengths", "33,40", "--output-lengths", "7,13"]

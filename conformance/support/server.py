@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import httpx
 import uvicorn
 
+from conformance.support.garbage import UNTOUCHED
 from hybrid.serve.app import make_app
 from hybrid.serve.models import Several
 from hybrid.serve.process import configured, listen
@@ -27,10 +27,8 @@ from hybrid.serve.settings import Settings
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage collection at the start of a server, which takes half a second in the suite's process;
-    conformance/serve/test_process.py runs the real one."""
-    untouched = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-    with patch("hybrid.serve.backend.gc", untouched), patch("hybrid.core.garbage.gc", untouched):
+    """No garbage collection at the start of a server; conformance/serve/test_process.py runs the real one."""
+    with patch("hybrid.serve.backend.gc", UNTOUCHED), patch("hybrid.core.garbage.gc", UNTOUCHED):
         yield
 
 
