@@ -101,7 +101,7 @@ class Shared(Bytes):
 def others(found: np.ndarray, mark: np.ndarray) -> np.ndarray:
     """Whether marks are of the same barriers and another subgroup."""
     differs = found ^ mark
-    return (differs - 1).view(np.uint64) < (1 << WHO) - 1  # type: ignore[no-any-return]
+    return (differs - 1).view(np.uint64) < (1 << WHO) - 1
 
 
 @dataclass(slots=True)
