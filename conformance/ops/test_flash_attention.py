@@ -50,7 +50,7 @@ VARIANTS = [(kv, d, own) for kv, heads in FLASH.items() for d, built in heads.it
 def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, kv: str, d: int, own: int, style: str) -> None:
     chosen = spy_kernels(device, monkeypatch)
     with device.tuning.forced(FAMILY.name, {"columns": own}):
-        for case in share_of(device, list(_cases(kv, d)), 24):
+        for case in share_of(device, list(_cases(kv, d)), 32):
             run_case(SPEC, device, replace(case, style=style))
     name = f"flash_attention.{d}.{own}" if kv == "f16" else f"flash_attention.{kv}.{d}.{own}"
     assert name in chosen and not any(k.startswith("attention.") for k in chosen)

@@ -100,7 +100,7 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(
 ) -> None:
     device, family = matrices(guard=GUARD), FAMILIES[op]
     ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", "8 * cores")) for live in (rows, rows // 2)]
-    for dtype, groups, live in share_of(device, ways, 3):
+    for dtype, groups, live in share_of(device, ways, 6):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
             case = case_for(op, rows, dtype, BIND if tile in DEFAULTS else PAIRS)
             run_case(load_op(op), device, replace(case, rows=live))

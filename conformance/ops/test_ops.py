@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from conformance.ops.past import PAST
 from conformance.ops.strategies import MAX_FLOPS, cases
@@ -149,6 +149,7 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
     for case in (found := sized(op, device, dtypes)):
         run_case(spec, device, case)
 
+    @settings(max_examples=settings().max_examples if LONG else min(2, settings().max_examples))
     @given(cases(spec, backend, dtypes, kept(op, device, found)))
     def prove(case: Case) -> None:
         nonlocal ran
