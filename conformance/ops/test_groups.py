@@ -45,9 +45,7 @@ from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.kernels.vulkan.types import QUANTISED
 
-pytestmark = pytest.mark.width
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.width, pytest.mark.slow]
 
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
 OWN_BUFFERS = 53  # limited by layer.*.own

@@ -4,6 +4,7 @@ families' plans is needed."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from conformance.support.devices import INTERPRETED, Devices, open_backend
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, tiny_gemma3n, tiny_gemma4, write_hf
 from hybrid.devices.opening import Opened
+from hybrid.engine.request import Request
+from hybrid.engine.speculation import Lookup
 from hybrid.harness.interpreter.races import sweep
 from hybrid.harness.interpreter.values import Fault
 from hybrid.kernels.vulkan.kernel import kernels_digest
@@ -27,14 +30,23 @@ RUNS = [(name, table) for name in MODELS for table in ("nvidia", "radv")]
 MANY = 4 if LONG else 3  # three run the same programs
 DRAWN: dict[str, Any] = {"max_tokens": MANY, "ignore_eos": True}
 ASKED: tuple[dict[str, Any], ...] = ({"temperature": 0.7}, {"logprobs": 2}, {"repetition_penalty": 1.3})
+PLAIN = {**DRAWN, "speculate": 0}
 
 UNNEEDED = {("barrier", "linear.gemv.f32.f32, linear.gemv.f32.f32")}
 """altup_unembed's products write columns of one result, which slices do not tell apart."""
 
 
+class Always(Lookup):
+    """Drafts whatever the text."""
+
+    def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
+        return {request: [5] * most for request, most in wanted.items()}
+
+
 def open_model(folder: Path, table: str) -> hybrid.Model:
     device = open_backend(INTERPRETED, **(RADEON if table == "radv" else {}))
-    return hybrid.load(folder, Opened(device, device), ctx=64, slots=3, weights="q4_0", speculate=2)  # type: ignore[arg-type]
+    opened, how = Opened(device, device), {"ctx": 64, "slots": 3, "weights": "q4_0"}  # type: ignore[arg-type]
+    return hybrid.load(folder, opened, draft=Always(), speculate=1, **how)
 
 
 @pytest.mark.parametrize(("name", "table"), RUNS if LONG else [RUNS[int(kernels_digest(), 16) % len(RUNS)]])
@@ -44,11 +56,12 @@ def test_every_read_write_and_barrier_is_needed(name: str, table: str, tmp_path:
     found = Counter[tuple[str, str]]()
     with open_model(write_hf(tmp_path, MODELS[name], dtype="f32"), table) as model:
         handles = [
-            model.submit([2, *range(5, 5 + n)] * 2, **DRAWN, **asked)
+            model.submit([2, *range(5, 5 + n)] * 2, **PLAIN, **asked)
             for n, asked in zip((3, 9, 14), ASKED, strict=True)
         ]
         assert all(len(h.result().ids) == MANY for h in handles)
-        assert len(model.submit([2, 7, 8], **DRAWN, speculate=0).result().ids) == MANY
+        assert len(model.submit([2, 7, 8], **PLAIN).result().ids) == MANY
+        assert model.submit([2, 7, 8], **DRAWN).result().usage.drafted_tokens
         for program in model.engine.device.programs:
             found += sweep(program.recording, program.logs) if program.logs else Counter()
         assert not model.engine.faults
@@ -60,7 +73,7 @@ def test_every_read_write_and_barrier_is_needed(name: str, table: str, tmp_path:
 
 def test_a_missing_barrier_is_a_race(devices: Devices, tmp_path: Path) -> None:
     with open_model(write_hf(tmp_path, MODELS["gemma3"], dtype="f32"), "nvidia") as model:
-        model.submit([2, 7, 8], **DRAWN, speculate=0).result()
+        model.submit([2, 7, 8], **PLAIN).result()
         program = next(p for p in model.engine.device.programs if p.logs)
         at = next(i for i, b in enumerate(program.recording.barriers) if b)
         program.recording.barriers[at] = None
