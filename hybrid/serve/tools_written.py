@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from hybrid.text.chat import ChatError, render
 from hybrid.text.tokenizer import CONTROL, Tokenizer
 
 _READS_TOOLS = re.compile(r"\btools\b")
-_MARK = re.compile(r"<[^<>\s]{1,64}>")
+_MARK = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")
 SURROGATE = 0xD800
 """First of the characters that stand for control tokens: no decoded text has any."""
 _NAME, _QUESTION, _ANSWER, _RESULT = "look_up_a_word", "A question.", "An answer.", "A result."
@@ -58,21 +59,14 @@ def form_of(write: Callable[..., str]) -> Form | None:
     if found is None or not plain.startswith(start) or _NAME not in start or _RESULT not in after:
         return None
     opening, middle, close = found[0].lstrip(), found[1], found[2]
-    try:
+    if not opening or not close:
+        return None
+    between = None
+    with suppress(ChatError):  # a template may refuse several calls
         several = _parts(write([asked, _called(2)], tools=tools, generate=False), start, end, 2)
-    except ChatError:
-        several = None
-    same = several is not None and (several[0].lstrip(), several[1], several[3], several[4]) == (
-        opening,
-        middle,
-        middle,
-        close,
-    )
-    return (
-        Form(opening, middle, close, several[2] if several is not None and same else None)
-        if opening and close
-        else None
-    )
+        if several is not None and several == [found[0], middle, several[2], middle, close]:
+            between = several[2]
+    return Form(opening, middle, close, between)
 
 
 _SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "most": {"type": "integer"}}}
@@ -131,11 +125,9 @@ def lark_with(form: Form, marks: Mapping[str, int]) -> Any:
                 f"args_{i}: {json_rule(followed, strict=whole)}",
             ]
         rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(offer.tools)))}")
-        more = (
-            ""
-            if form.between is None or not offer.several
-            else f" ({text_of(form.between)} call){{0,{MOST_CALLS - 1}}}"
-        )
+        more = ""
+        if form.between is not None and offer.several:
+            more = f" ({text_of(form.between)} call){{0,{MOST_CALLS - 1}}}"
         rules.append(f"calls: call{more} {text_of(form.close)}")
         start = f"{text_of(form.open)} calls"
         if not offer.required and schema is not None:
