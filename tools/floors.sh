@@ -20,4 +20,4 @@ if [ ! -e "$floors/.ready" ] || [ pyproject.toml -nt "$floors/.ready" ]; then
 fi
 cd conformance/serve
 HYBRID_CONFORMANCE=quick OPENBLAS_NUM_THREADS=1 exec "../../$floors/bin/python" -m pytest -q -n "${JOBS:-2}" --dist worksteal \
-    -p no:cacheprovider test_access.py test_calls.py test_fields.py test_openai_client.py test_structured.py
+    -p no:cacheprovider test_access.py test_calls.py test_fields.py test_openai_client.py test_structured.py test_written.py
