@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_weights(p)
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
-    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of a text (the model's, at most 4096)")
+    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of a text (the model's, at most 2048)")
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a pass (what suits the device)")
     p.add_argument(
         "--no-prove",

@@ -44,7 +44,7 @@ def load_embedder(
     prove: bool = True,
 ) -> EmbeddingModel:
     """Load an embedding model: a .gguf file, a Hugging Face directory or an open checkpoint. ctx: most tokens of a text
-    (default: the model's, at most 4096). chunk: rows of a pass, at least ctx (default: by the device). slots: most texts of
+    (default: the model's, at most 2048). chunk: rows of a pass, at least ctx (default: by the device). slots: most texts of
     a pass. Other arguments as of hybrid.load. ValueError or RuntimeError with a one-line message and its fix."""
     config = EngineConfig(
         precision=precision, weights=weights, requantize=requantize, ctx=ctx, slots=slots, chunk=chunk

@@ -29,12 +29,15 @@ from hybrid.spec.schedule import Schedule, find_schedule
 
 TEXTS = 128
 """Most texts of a pass."""
+LONGEST = 2048
+"""Default of the most tokens of a text: a pass holds the rows of one, with all that they need."""
 
 
 def whole_texts(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> EngineConfig:
     """The configuration with passes that hold the longest text, cache blocks for the rows of one, and the precision that
     `device` demands."""
-    ctx = config.context(checkpoint.hparams)
+    longest = min(checkpoint.hparams.context_length, LONGEST) if config.ctx is None else config.ctx
+    ctx = replace(config, ctx=longest).context(checkpoint.hparams)
     rows = max(config.chunk or chunk_of(capabilities_of(device.has)), ctx)
     precision = "exact" if device.exact and config.precision == "auto" else config.precision
     return replace(config, ctx=ctx, chunk=rows, blocks=(rows // BLOCK + config.slots, 1), precision=precision)
