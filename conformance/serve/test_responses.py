@@ -69,6 +69,19 @@ def test_events_build_up_what_the_last_one_holds(client: openai.OpenAI) -> None:
             assert [o.type for o in stream.get_final_response().output] == [o.type for o in final.output]
 
 
+def test_tokens_of_a_character_are_told_with_its_text() -> None:
+    with (
+        running(lambda: ScriptedModel(Script("a 日本 b", pause=0.03), ctx=4000)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as asking,
+    ):
+        events: list[Any] = list(
+            asking.responses.create(**ASKED, include=["message.output_text.logprobs"], stream=True)
+        )
+    told = [p.bytes for e in events if e.type == "response.output_text.delta" for p in e.logprobs]
+    (whole,) = (e.logprobs for e in events if e.type == "response.output_text.done")
+    assert told == [p.bytes for p in whole] and bytes(b for one in told for b in one).decode() == "a 日本 b"
+
+
 def test_calls_and_their_results(client: openai.OpenAI) -> None:
     found = client.responses.create(
         **ASKED, tools=[TOOL], tool_choice={"type": "function", "name": "look"}, extra_body={"seed": 3}

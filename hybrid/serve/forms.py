@@ -283,9 +283,10 @@ class PartsForm(Form):
         self._kind = ""  # of the open part: as of deltas; empty if there is none
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._late: list[dict[str, Any]] = []  # logprobs of tokens without text yet
 
     def push(self, item: Item) -> bytes:
-        fresh, out = self.head.logprobs(item.events, self.reader), b""
+        fresh, out = self._late + self.head.logprobs(item.events, self.reader), b""
         for delta in read(self.reader, item):
             ((kind, piece),) = delta.items()
             call = piece[0] if kind == "tool_calls" else {}
@@ -297,9 +298,10 @@ class PartsForm(Form):
             self._pieces.append(piece)
             self._logprobs += said
             out += self._more(piece, said) if piece else b""
-        self._logprobs += fresh  # of tokens without text yet
+        self._late = fresh
         if item.done is not None:
             self.done = item.done
+            self._logprobs += self._late
             out += self.end()
         return out
 
