@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add_weights(p)
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
     p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of a text (the model's, at most 2048)")
-    p.add_argument("--chunk", type=positive, metavar="N", help="rows of a pass (what suits the device)")
+    p.add_argument("--chunk", type=positive, metavar="N", help="rows of a pass, at least --ctx (what suits the device)")
     p.add_argument(
         "--no-prove",
         dest="prove",
@@ -99,7 +99,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
     elif input_waits():
         lines = sys.stdin.read().splitlines()
     else:
-        raise UsageError("there is no text: give TEXT, --file FILE, or lines on standard input")
+        raise UsageError("there is no text: give MODEL and TEXT, --file FILE, or lines on standard input")
     if not lines:
         raise UsageError("there is no text: the input is empty")
     return lines

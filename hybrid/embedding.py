@@ -121,7 +121,7 @@ class EmbeddingModel:
         task."""
         prompts = self.checkpoint.prompts
         if task is not None and task not in prompts:
-            raise ValueError(f"the model knows no task {task!r}{nearest(task, prompts)}; known: {', '.join(prompts)}")
+            raise ValueError(f"the model knows no task {task!r}{nearest(task, prompts)}")
         ids = self.checkpoint.tokenizer.encode(text if task is None else prompts[task] + text)
         return self.cut(ids) if truncate else ids
 
@@ -150,6 +150,8 @@ class EmbeddingModel:
         Raises ContextExceeded for a text that is too long; ValueError for a wrong argument."""
         if isinstance(texts, str):
             raise ValueError("embed takes a list of texts: put the text into one")
+        if not all(isinstance(text, str | Sequence | np.ndarray) for text in texts):
+            raise ValueError("embed takes texts, or lists of their ids")
         self.check_dimensions(dimensions)
         if self._opened is None:
             raise ValueError(CLOSED)
@@ -159,7 +161,7 @@ class EmbeddingModel:
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """ValueError for a number of dimensions that the model does not have."""
-        if dimensions is not None and not 1 <= dimensions <= self.dimensions:
+        if dimensions is not None and not (type(dimensions) is int and 1 <= dimensions <= self.dimensions):
             raise ValueError(f"dimensions must be 1 to {self.dimensions}, not {dimensions}")
 
     def metrics(self) -> Metrics:

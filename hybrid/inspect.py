@@ -143,6 +143,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
+    from hybrid.engine.embedding import MOST_ROWS
     from hybrid.kernels.host.device import weight_bytes
     from hybrid.kernels.vulkan.dry import scratch_bytes
     from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS
@@ -166,6 +167,8 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= args.batch <= MAX_SLOTS:
         raise UsageError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
+    if hp.dimensions and context > MOST_ROWS:
+        raise ValueError(f"--context {context}: a text runs in one pass, which has at most {MOST_ROWS} rows")
     schedule = find_schedule(hp.family) if args.schedule is None else named_schedule(args.schedule)
     devices = memories(args.memory)
     asked = asked_of(devices)

@@ -28,6 +28,7 @@ from hybrid.embed import main as embed
 from hybrid.embedding import EmbeddingModel, normalised
 from hybrid.engine.embedding import Embedder
 from hybrid.generate import main as generate
+from hybrid.inspect import main as inspect
 from hybrid.prove import texts_of
 from hybrid.proving import Text
 from hybrid.schedule import main as schedule
@@ -102,7 +103,7 @@ def test_texts_tasks_and_dimensions(model: EmbeddingModel) -> None:
 
 def test_texts_that_are_too_long(model: EmbeddingModel) -> None:
     long = "the " * 300
-    with pytest.raises(ContextExceeded, match="does not fit in 256, the most of this model"):
+    with pytest.raises(ContextExceeded, match=r"does not fit in the 256 of a pass: shorten or truncate it$"):
         model.embed(["the", long])
     ids = model.encode(long, truncate=True)
     assert len(ids) == 256 and ids == model.encode(long)[:256]
@@ -110,16 +111,32 @@ def test_texts_that_are_too_long(model: EmbeddingModel) -> None:
     assert len(model.engine._waiting) == 0
 
 
+def test_texts_are_no_longer_than_a_pass(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        hybrid.load_embedder(folder, "cpu", ctx=16) as small,
+        pytest.raises(ContextExceeded, match=r"load the model with more \(ctx, up to 256\)"),
+    ):
+        small.embed(["the " * 30])
+    random = ["--random", "embeddinggemma-2", "--layers", "1", "--vocab", "400", "--device", "cpu"]
+    assert embed([*random, "--ctx", "8193", "a"]) == 1
+    assert "ctx 8193: a text runs in one pass, which has at most 8192 rows" in capsys.readouterr().err
+    assert inspect(["embeddinggemma-2", "--context", "262144"]) == 1
+    assert "at most 8192 rows" in capsys.readouterr().err
+
+
 def test_wrong_arguments(model: EmbeddingModel) -> None:
     for wrong, text in (
         ({"task": "querry"}, "knows no task 'querry'; did you mean 'query'"),
         ({"dimensions": 65}, "dimensions must be 1 to 64, not 65"),
         ({"dimensions": 0}, "dimensions must be 1 to 64, not 0"),
+        ({"dimensions": 32.0}, r"dimensions must be 1 to 64, not 32\.0"),
     ):
         with pytest.raises(ValueError, match=text):
             model.embed(["the"], **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="takes a list of texts"):
         model.embed("the")
+    with pytest.raises(ValueError, match="takes texts, or lists of their ids"):
+        model.embed([None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"token id outside 0\.\.319"):
         model.embed([[5, 320]])
     with pytest.raises(ValueError, match="has no token"):
@@ -199,6 +216,8 @@ def test_the_bench_measures_passes_of_texts(folder: Path, capsys: pytest.Capture
     assert (short["n"], short["texts"], long["texts"]) == (8, 64, 2) and long["tokens_per_second"] > 0
     assert bench([str(folder), "--device", "cpu", "-p", "0"]) == 2
     assert "give -p lengths of texts" in capsys.readouterr().err
+    assert bench([str(folder), "--device", "cpu", "-p", "8", "-b", "4", "--kv", "f16"]) == 2
+    assert "--batch-size, --kv: of models that write text" in capsys.readouterr().err
 
 
 def test_a_proof_compares_vectors_with_those_of_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +384,11 @@ def test_without_the_flag_it_is_a_gemma3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "error"),
     [
-        ("modules.json", lambda m: m[:3], "modules Transformer, Pooling, Dense are not supported"),
+        (
+            "modules.json",
+            lambda m: m[:3],
+            "modules Transformer in '', Pooling in '1_Pooling', Dense in '2_Dense' are not supported",
+        ),
         ("modules.json", lambda m: {"a": 1}, "modules no list are not supported"),
         (
             "1_Pooling/config.json",
@@ -377,6 +400,8 @@ def test_without_the_flag_it_is_a_gemma3(tmp_path: Path) -> None:
         ("2_Dense/config.json", lambda c: c | {"bias": True}, "bias must be false"),
         ("3_Dense/config.json", lambda c: c | {"activation_function": "torch.nn.Tanh"}, "Tanh is not supported"),
         ("2_Dense/model.safetensors", None, "2_Dense/model.safetensors"),
+        ("2_Dense/config.json", None, "2_Dense/config.json is missing: fetch the folder"),
+        ("1_Pooling/config.json", None, "1_Pooling/config.json is missing: fetch the folder"),
         ("modules.json", None, "modules.json is missing: fetch the folder with all of its parts"),
     ],
 )

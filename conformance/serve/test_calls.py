@@ -231,3 +231,23 @@ def test_a_schema_reduced_to_its_types_is_reported(server: Running) -> None:
     offered = tool("f", {"a": {"type": "string", "pattern": "("}})
     answer = server.post("/v1/chat/completions", {"messages": HI, "tools": [offered], "max_tokens": 2})
     assert answer.status_code == 200 and "followed by types" in answer.headers["x-hybrid-note"]
+
+
+def test_what_a_grammar_leaves_out_is_noted(said: Said) -> None:
+    odd = {"type": "array", "items": {"type": "string", "pattern": "(?=a)"}, "uniqueItems": True}
+    offered = tool(properties={"tags": odd, "kind": {"type": "foo"}, "day": {"type": "string", "format": "odd"}})
+    said[PRINTED][0].script.ids = ids_of(PRINTED, "Hi")
+    answer = said[PRINTED][1].post("/v1/chat/completions", {"messages": HI, "tools": [offered]})
+    noted = answer.headers["x-hybrid-note"].removeprefix("not followed: ").split(", ")
+    place = "tools[0].function.parameters.properties"
+    assert noted == [
+        f"{place}.tags.uniqueItems",
+        f"{place}.tags.items.pattern",
+        f"{place}.kind.type",
+        f"{place}.day.format",
+    ]
+    shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "not": {}}}}
+    for path, asked in (("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "Hi"})):
+        said[PRINTED][0].script.ids = None
+        answer = said[PRINTED][1].post(path, {**asked, "response_format": shape, "max_tokens": 1})
+        assert "not followed: response_format.json_schema.schema.not" in answer.headers["x-hybrid-note"]

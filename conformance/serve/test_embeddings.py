@@ -57,13 +57,21 @@ def test_the_official_client(embedding: Running, openai_client: openai.OpenAI) -
     assert openai_client.models.retrieve(NAME).id == NAME
 
 
+def test_long_texts_are_cut_where_they_may_be(embedding: Running) -> None:
+    answer = embedding.post("/v1/embeddings", {"input": "the " * 300, "truncate": True}).json()
+    wanted = model_of(embedding).embed(["the " * 300], truncate=True)[0]
+    assert np.allclose(answer["data"][0]["embedding"], wanted, atol=1e-6) and answer["usage"]["prompt_tokens"] == 256
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
         ({"input": "in", "task": "x"}, "task", "knows no task 'x'; known: query, document"),
+        ({"input": "in", "task": "query", "prompt_name": "document"}, "prompt_name", "two names of one field"),
+        ({"input": [2, 5], "task": "query"}, "task", "before texts, and these are token ids"),
         ({"input": "in", "dimensions": 65}, "dimensions", "dimensions must be 1 to 64"),
         ({"input": [[5, 320]]}, None, "token id outside 0..319"),
-        ({"input": "the " * 300}, None, "does not fit in 256, the most of this model"),
+        ({"input": "the " * 300}, None, "does not fit in the 256 of a pass: shorten or truncate it"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [5, "in"]}, "input[1]", "valid integer"),
         ({"input": {}}, "input", "Invalid value for 'input'"),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hybrid.devices.energy import Meter
     from hybrid.engine.loop import Engine
 
+OF_WRITERS = ("tokens", "batch_size", "ctx_depth", "kv", "deterministic", "energy", "schedule")
+"""Options that embedding models have no use for."""
 SPECULATION = ("speculate", "draft", "draft_random", "draft_head")
 SERVED = ("batch_size", "deterministic", "energy", "prompt_lengths", "output_lengths", "seed")
 USES = {
@@ -224,6 +226,10 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
         if checkpoint.hparams.dimensions:
             from hybrid.bench.embedding import embeddings
 
+            unused = [name for name in OF_WRITERS if getattr(args, name) != parser().get_default(name)]
+            if unused:
+                options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+                raise UsageError(f"{options}: of models that write text, and {checkpoint.name} makes embeddings")
             return embeddings(args, checkpoint, command, held)
         schedule, opened = open_devices(args, checkpoint, held)
         device = opened.device

@@ -18,7 +18,7 @@ from hybrid.embedding import load_embedder
 
 
 def embeddings(args: argparse.Namespace, checkpoint: Checkpoint, command: str, held: ExitStack) -> int:
-    """Measure the lengths of -p, as many texts at a time as a pass holds. UsageError for -n."""
+    """Measure the lengths of -p, as many texts at a time as a pass holds. UsageError for options of models that write."""
     lengths = [n for n in args.prompt if n]
     if not lengths:
         raise UsageError("an embedding model has nothing to generate: give -p lengths of texts")

@@ -37,14 +37,14 @@ def read_modules(path: Path, known: Sequence[str]) -> tuple[dict[str, Stored], i
     folders = [str(m.get("path")) if isinstance(m, Mapping) else "" for m in found]
     parts = ["1_Pooling", *dense]
     if kinds != list(known) or folders[1 : 1 + len(parts)] != parts:
-        shown = ", ".join(kinds) or "no list"
+        shown = ", ".join(f"{kind} in {folder!r}" for kind, folder in zip(kinds, folders, strict=True)) or "no list"
         raise CheckpointError(
             f"{file}: modules {shown} are not supported; known: {', '.join(known)}, in folders {', '.join(parts)}"
         )
-    _check_pooling(_fields(path / "1_Pooling" / "config.json"))
+    _check_pooling(_fields(path / "1_Pooling" / "config.json", required=True))
     stored, size = dict[str, Stored](), 0
     for folder in dense:
-        config = _fields(path / folder / "config.json")
+        config = _fields(path / folder / "config.json", required=True)
         if config.truth("bias", True):
             raise config.error("bias", "must be false: the matrices have none")
         activation = config.text("activation_function", "Tanh").rpartition(".")[2]
@@ -80,5 +80,7 @@ def _check_pooling(config: Fields) -> None:
         raise config.error("include_prompt", "must be true: the mean is of all rows")
 
 
-def _fields(path: Path) -> Fields:
+def _fields(path: Path, required: bool = False) -> Fields:
+    if required and not exists(path):
+        raise CheckpointError(f"{path} is missing: fetch the folder with all of its parts")
     return Fields(read_json(path), path)

@@ -31,6 +31,8 @@ TEXTS = 128
 """Most texts of a pass."""
 LONGEST = 2048
 """Default of the most tokens of a text: a pass holds the rows of one, with all that they need."""
+MOST_ROWS = 8192
+"""Most rows of a pass, as specs/axes.toml limits tokens."""
 
 
 def whole_texts(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> EngineConfig:
@@ -38,6 +40,8 @@ def whole_texts(config: EngineConfig, checkpoint: Checkpoint, device: Device) ->
     `device` demands."""
     longest = min(checkpoint.hparams.context_length, LONGEST) if config.ctx is None else config.ctx
     ctx = replace(config, ctx=longest).context(checkpoint.hparams)
+    if ctx > MOST_ROWS:
+        raise ValueError(f"ctx {ctx}: a text runs in one pass, which has at most {MOST_ROWS} rows")
     rows = max(config.chunk or chunk_of(capabilities_of(device.has)), ctx)
     precision = "exact" if device.exact and config.precision == "auto" else config.precision
     return replace(config, ctx=ctx, chunk=rows, blocks=(rows // BLOCK + config.slots, 1), precision=precision)
@@ -99,8 +103,10 @@ class Embedder:
         if not len(ids):
             raise ValueError("a text has no token: it needs at least one")
         if len(ids) > self.cache.ctx:
+            most = min(self.target.hparams.context_length, MOST_ROWS)
+            more = f", or load the model with more (ctx, up to {most})" if self.cache.ctx < most else ""
             raise ContextExceeded(
-                f"a text of {len(ids)} tokens does not fit in {self.cache.ctx}, the most of this model: shorten it or cut it"
+                f"a text of {len(ids)} tokens does not fit in the {self.cache.ctx} of a pass: shorten or truncate it{more}"
             )
         vocab = self.target.hparams.vocab
         if not 0 <= min(ids) <= max(ids) < vocab:

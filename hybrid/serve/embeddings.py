@@ -58,6 +58,8 @@ class EmbeddingsRequest(Wire):
     """One of the model's tasks, whose prompt stands before each text."""
     prompt_name: str | None = None
     """The same, by sentence-transformers' name."""
+    truncate: bool | None = None
+    """Cut texts that are too long, instead of refusing them."""
 
 
 class Document(Wire):
@@ -101,7 +103,9 @@ def router(service: Service) -> APIRouter:
         work = await service.use(request, body.model, embeds=True)
         task = _task(work.model, body)
         texts = [(text, task) for text in _listed(body.input)]
-        vectors, tokens = await _embedded(work, texts, body.dimensions)
+        if task is not None and not all(isinstance(text, str) for text, _ in texts):
+            raise bad_request("a task puts its prompt before texts, and these are token ids", "task", "invalid_value")
+        vectors, tokens = await _embedded(work, texts, body.dimensions, bool(body.truncate))
         shown = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
         data = [{"object": "embedding", "index": i, "embedding": shown(v)} for i, v in enumerate(vectors)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -151,7 +155,8 @@ async def _embedded(
         raise bad_request(str(error), "dimensions", "invalid_value") from None
 
     def run() -> tuple[np.ndarray, int]:
-        ids = [model.encode(text, task, cut) if isinstance(text, str) else text for text, task in texts]
+        ids = [model.encode(text, task) if isinstance(text, str) else text for text, task in texts]
+        ids = [model.cut(one) for one in ids] if cut else ids
         return model.embed(ids, None, dimensions), sum(map(len, ids))
 
     return await until_gone(work.request, work.embedded(run))
@@ -165,6 +170,8 @@ def _listed(given: str | list[Any]) -> list[Any]:
 def _task(model: EmbeddingModel, body: EmbeddingsRequest) -> str | None:
     """The task that a request names. ApiError 400."""
     task, param = (body.task, "task") if body.task is not None else (body.prompt_name, "prompt_name")
+    if body.prompt_name not in (None, task):
+        raise bad_request("task and prompt_name are two names of one field: give one", "prompt_name", "invalid_value")
     if task is not None and task not in model.tasks:
         known = ", ".join(model.tasks)
         raise bad_request(f"the model knows no task '{task[:64]}'; known: {known}", param, "invalid_value")

@@ -32,6 +32,7 @@ def router(service: Service) -> APIRouter:
             "created": began,
             "owned_by": "hybrid-kernels",
             "loaded": model is not None,
+            "embeds": service.models.embeds(backend),
         }
         if model is not None:
             vocabulary = min(model.hparams.vocab, model.checkpoint.tokenizer.n_tokens)
@@ -55,7 +56,7 @@ def router(service: Service) -> APIRouter:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         a = await asked_completion(service, request, body)
         form = CompletionForm(a.head, body.n or 1, a.echoes, begun=bool(a.jobs))
-        return await service.answer(request, a.jobs, form, bool(body.stream))
+        return await service.answer(request, a.jobs, form, bool(body.stream), a.notes)
 
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:

@@ -17,7 +17,7 @@ from hybrid.serve.errors import ApiError, bad_request, from_validation
 from hybrid.serve.forms import Echo, Head, Tokens
 from hybrid.serve.http import until_gone
 from hybrid.serve.running import Job
-from hybrid.serve.schemas import LOOSER
+from hybrid.serve.schemas import LOOSER, told
 from hybrid.serve.service import Service, Work
 from hybrid.serve.structured import Shape, answer_larks, schema_of
 from hybrid.serve.wire import ChatRequest, CompletionRequest, Sampled, SamplingFields
@@ -96,8 +96,8 @@ async def _chat(service: Service, request: Request, body: ChatRequest, tool_plac
     n = body.n or 1
     _check_choices(service, n)
     kind = await work.tool_format()
-    schema = schema_of(body.response_format, answer_place)
-    tools.check_schemas(body.tools, tool_place)
+    schema, left_out = schema_of(body.response_format, answer_place)
+    left_out += tools.check_schemas(body.tools, tool_place)
     offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     work.check_length(sum(len(m.text().strip()) for m in body.messages))
     messages, described = kind.turns(body.messages, offered)
@@ -109,6 +109,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, tool_plac
     others = sorted({t.type for t in body.tools or () if t.function is None})
     notes = [f"tools of type {t} are not offered and left out" for t in others]
     notes += ["nothing is stored"] if body.store else []
+    notes += told(left_out)
     tokenizer = work.model.checkpoint.tokenizer
     channel = thinking.channel_of(tokenizer, ids)
     if channel is None and body.reasoning_effort not in (None, "none"):
@@ -155,7 +156,7 @@ async def _completion(service: Service, request: Request, body: CompletionReques
     n, top = body.n or 1, body.logprobs
     asked = _prompts(body)
     _check_choices(service, n * len(asked))
-    schema = schema_of(body.response_format, answer_place)
+    schema, left_out = schema_of(body.response_format, answer_place)
     prompts: list[list[int]] = []
     for prompt in asked:
         if isinstance(prompt, str):
@@ -180,7 +181,7 @@ async def _completion(service: Service, request: Request, body: CompletionReques
         constraints = await _of_answer(work, schema, n)
         jobs += [Job(ids, _choice(shared, i, constraints[i])) for i in range(n)]
     readers = [Answer(work.model.checkpoint.tokenizer, None, None) for _ in jobs]
-    return Asked(jobs, _head(work, body, top, sum(map(len, prompts))), readers, [], echoes)
+    return Asked(jobs, _head(work, body, top, sum(map(len, prompts))), readers, told(left_out), echoes)
 
 
 def _check_choices(service: Service, n: int) -> None:

@@ -83,6 +83,7 @@ class Function(Open):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Open):
@@ -173,7 +174,7 @@ class OllamaChat(Generating):
     def chat(self) -> ChatRequest:
         """The equivalent chat request. ApiError if there is none."""
         described = [
-            {"type": "function", "function": {k: getattr(t.function, k) for k in ("name", "description", "parameters")}}
+            {"type": "function", "function": {k: getattr(t.function, k) for k in Function.model_fields}}
             for t in self.tools or ()
         ]
         return self.asking(self._messages(), NAMES, tools=described)

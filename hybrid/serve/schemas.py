@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybrid.serve.errors import ApiError, bad_request
@@ -40,14 +40,25 @@ _NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9bB]|\(\?P?=")
 """Unsupported pattern syntax: look-around, back-references, word boundaries."""
 
 
-def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> None:
-    """Check a schema's structure and size. strict: also that grammars support all of it. ApiError 400 gives a path
-    below `place`."""
-    _Check(schema, place, strict).schema(schema, place, 0)
+def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> list[str]:
+    """Check a schema's structure and size. strict: also that grammars support all of it; else the paths of what they leave
+    out are returned. ApiError 400 gives a path below `place`."""
+    found = _Check(schema, place, strict)
+    found.schema(schema, place, 0)
     try:
         json.dumps(schema, allow_nan=False)
     except ValueError:
         raise _wrong(place, "has a number that is too large") from None
+    return found.left_out
+
+
+def told(left_out: Sequence[str]) -> list[str]:
+    """A note on paths that grammars leave out; none without any."""
+    more = f" and {len(left_out) - _TOLD} more" if len(left_out) > _TOLD else ""
+    return [f"not followed: {', '.join(left_out[:_TOLD])}{more}"] if left_out else []
+
+
+_TOLD = 8
 
 
 class _Check:
@@ -55,6 +66,7 @@ class _Check:
         self._root, self._place, self._strict = root, place, strict
         self._parts = self._references = self._values = 0
         self._seen: set[str] = set()
+        self.left_out: list[str] = []
 
     def schema(self, schema: Any, place: str, depth: int) -> None:
         if isinstance(schema, bool):
@@ -80,8 +92,9 @@ class _Check:
                 kinds = value if isinstance(value, list) else [value]
                 if not kinds or not all(isinstance(k, str) for k in kinds):
                     wanted = "must be a type's name or an array of them"
-                elif self._strict and not all(k in TYPES for k in kinds):
-                    wanted = f"must be one of {', '.join(TYPES)}"
+                elif not all(k in TYPES for k in kinds):
+                    wanted = f"must be one of {', '.join(TYPES)}" if self._strict else ""
+                    self.left_out += [] if self._strict else [_shortened(at)]
             elif key == "required" and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
                 wanted = "must be an array of property names"
             elif key == "enum":
@@ -101,8 +114,10 @@ class _Check:
                 wanted = "must be a number"
             if wanted:
                 raise _wrong(at, wanted)
-            if self._strict and (reason := _unfollowed(key, value)):
-                raise _wrong(at, reason)
+            if reason := _unfollowed(key, value):
+                if self._strict:
+                    raise _wrong(at, reason)
+                self.left_out.append(_shortened(at))
         if self._values > VALUES:
             raise _wrong(f"{place}.enum", f"has too many values: a schema enumerates at most {VALUES}")
 
@@ -147,7 +162,7 @@ def _unfollowed(key: str, value: Any) -> str:
     if key in _NOT_FOLLOWED and value is not False:
         return "is not supported: leave it out, or send strict: false"
     if key == "pattern" and _NO_AUTOMATON.search(value):
-        return "has look-around or a back-reference, which no grammar supports"
+        return "has look-around or a back-reference, which no grammar supports: leave it out, or send strict: false"
     if key == "format" and value not in _FORMATS:
         return f"is an unsupported format; supported: {', '.join(_FORMATS)}"
     return ""
@@ -209,6 +224,10 @@ def _looser(schema: Any, way: int, part: bool = False) -> Any:
     return out
 
 
+def _shortened(place: str) -> str:
+    return place if len(place) <= 160 else f"{place[:100]}...{place[-50:]}"
+
+
 def _wrong(place: str, what: str) -> ApiError:
-    short = place if len(place) <= 160 else f"{place[:100]}...{place[-50:]}"
+    short = _shortened(place)
     return bad_request(f"Invalid schema: {short} {what}.", short, "invalid_schema")

@@ -103,7 +103,8 @@ class Service:
         loaded now if it is not. ApiError 400 for the other kind, 404, 429, 499 or 503."""
         backend = request.scope[USE].backend if USE in request.scope else self.find(asked)
         if embeds is not None and self.models.embeds(backend) != embeds:
-            raise bad_request(_WRONG_KIND[embeds], "model")
+            others = [b.name for b in self.models.backends.values() if b.name and self.models.embeds(b) == embeds]
+            raise bad_request(_WRONG_KIND[embeds] + (f"; here: {', '.join(others)}" if others else ""), "model")
         if USE not in request.scope:
             request.scope[USE] = self.models.use(backend)
         use: Use = request.scope[USE]

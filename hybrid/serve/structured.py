@@ -37,12 +37,13 @@ def answer_larks(schema: Mapping[str, Any], strict: bool) -> list[str]:
     return [f"start: {json_rule(loosened(schema, way))}" for way in range(LOOSER)]
 
 
-def schema_of(wanted: ResponseFormat | None, place: str) -> Shape:
-    """The validated schema of a response_format. place: its path in the request. ApiError 400."""
+def schema_of(wanted: ResponseFormat | None, place: str) -> tuple[Shape, list[str]]:
+    """The validated schema of a response_format, and the paths that its grammar leaves out. place: its path in the request.
+    ApiError 400."""
     if wanted is None or wanted.type == "text":
-        return None, False
+        return (None, False), []
     if wanted.json_schema is None:
-        return {"type": "object"}, False
+        return ({"type": "object"}, False), []
     schema, strict = wanted.json_schema.schema_, bool(wanted.json_schema.strict)
-    check(schema, place, strict)
-    return dict(schema), strict
+    left_out = check(schema, place, strict)
+    return (dict(schema), strict), left_out

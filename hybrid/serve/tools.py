@@ -68,18 +68,21 @@ def offer(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: boo
     return Offer(functions, required=choice == "required", several=parallel is not False)
 
 
-def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
-    """Check the schemas of tools. ApiError 400 names the tool and the path; `place` has {} for a tool's index."""
+def check_schemas(tools: Sequence[Tool] | None, place: str) -> list[str]:
+    """Check the schemas of tools: the paths that their grammars leave out. ApiError 400 names the tool and the path; `place`
+    has {} for a tool's index."""
+    left_out: list[str] = []
     for n, tool in enumerate(tools or ()):
         if tool.function is None or tool.function.parameters is None:
             continue
         schema, at = tool.function.parameters, place.format(n)
         try:
-            check(schema, at, bool(tool.function.strict))
+            left_out += check(schema, at, bool(tool.function.strict))
             if schema.get("type", "object") != "object":
                 raise bad_request(f"Invalid schema: {at}.type must be 'object'.", f"{at}.type", "invalid_schema")
         except ApiError as error:
             raise of_tool(tool.function, error) from None
+    return left_out
 
 
 def of_tool(tool: Function, error: ApiError, param: str | None = None) -> ApiError:
