@@ -143,10 +143,9 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
-    from hybrid.engine.embedding import MOST_ROWS
     from hybrid.kernels.host.device import weight_bytes
     from hybrid.kernels.vulkan.dry import scratch_bytes
-    from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS
+    from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS, MOST_ROWS
     from hybrid.planning.expand import WeightInfo
     from hybrid.planning.footprint import footprint, laid_out_again
     from hybrid.quant.native import native

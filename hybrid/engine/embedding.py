@@ -21,7 +21,7 @@ from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS
 from hybrid.core.tensor import Tensor
 from hybrid.engine.loading import EngineConfig, LoadClock, load_tensors, placed, sizes_for, target_for
 from hybrid.engine.stats import Metrics
-from hybrid.planning.cache import BLOCK
+from hybrid.planning.cache import BLOCK, MOST_ROWS
 from hybrid.planning.passes import bucket_of, capabilities_of, chunk_of
 from hybrid.planning.pipeline import outlasting
 from hybrid.planning.planner import plan
@@ -31,8 +31,6 @@ TEXTS = 128
 """Most texts of a pass."""
 LONGEST = 2048
 """Default of the most tokens of a text: a pass holds the rows of one, with all that they need."""
-MOST_ROWS = 8192
-"""Most rows of a pass, as specs/axes.toml limits tokens."""
 
 
 def whole_texts(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> EngineConfig:

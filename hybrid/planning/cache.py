@@ -14,6 +14,7 @@ from hybrid.core.plan import ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 BLOCK = 32  # positions per block
 MAX_SLOTS = 256
 DEFAULT_CTX = 4096  # default positions per sequence, at most the model's context
+MOST_ROWS = 8192  # of a pass, as specs/axes.toml limits tokens
 
 
 @dataclass(frozen=True, slots=True)
