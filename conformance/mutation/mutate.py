@@ -85,8 +85,9 @@ def load(folder: Path = MUTANTS) -> Iterator[Mutant]:
 
 
 def tried(mutants: Iterable[Mutant]) -> list[Mutant]:
-    """All in the long profile; else of the shaders', each of which is compiled twice, every SHARE-th of an operation,
-    in an order that follows from the texts of the mutated files. Of matrix units', which a CPU driver skips, all."""
+    """All in the long profile; else of the shaders', each of which is compiled twice, every SHARE-th of every second
+    operation, in an order that follows from the texts of the mutated files. Of matrix units', which a CPU driver skips,
+    all."""
     mutants = list(mutants)
     if LONG:
         return mutants
@@ -94,7 +95,8 @@ def tried(mutants: Iterable[Mutant]) -> list[Mutant]:
     for m in mutants:
         if m.kind == "shader" and not m.needs:
             shaders[m.op].append(m)
-    kept = {id(m) for of in shaders.values() for m in sorted(of, key=order)[::SHARE]}
+    share = [m for of in shaders.values() for m in sorted(of, key=order)[::SHARE]]
+    kept = {id(m) for m in sorted(share, key=order)[::2]}
     return [m for m in mutants if m.kind != "shader" or m.needs or id(m) in kept]
 
 
