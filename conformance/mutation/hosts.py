@@ -10,7 +10,7 @@ mutants/host/<group>.toml holds tables [[mutant]] with
 
 `python -m conformance.mutation.hosts GROUP...` runs the tests of these groups with the shipped text, where all must
 pass, then each mutant's tests with its text. It prints a line of JSON for each: group, name, result, seconds, said
-(trial.Outcome). In the short profile each group runs a share of its mutants, which changes with the mutated files.
+(trial.Outcome). In the short profile every second group runs a share of its mutants; both change with the mutated files.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def tried(group: str) -> list[Mutant]:
     files."""
     every = list(load(group))
     return every if LONG else sorted(every, key=_digest)[::SHARE]
+
+
+def in_turn() -> list[str]:
+    """All groups in the long profile; else every second, in such an order too."""
+    every = groups()
+    return every if LONG else sorted(sorted(every, key=lambda group: _digest(tried(group)[0]))[::2])
 
 
 def _digest(mutant: Mutant) -> str:

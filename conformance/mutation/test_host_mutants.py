@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.mutation.hosts import ROOT, SHIPPED, groups, load, tried
+from conformance.mutation.hosts import ROOT, SHIPPED, groups, in_turn, load, tried
 
 
-@pytest.mark.parametrize("share", [groups()[i::2] for i in range(2)], ids="-".join)
+@pytest.mark.parametrize("share", [in_turn()[i::2] for i in range(2)], ids="-".join)
 @pytest.mark.slow
 def test_caught(share: list[str]) -> None:
     run = subprocess.run(
