@@ -41,7 +41,7 @@ settings.load_profile(PROFILE)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
 # Compiling a tile kernel of the NPU takes longer than most tests' use of it; inlining saves nothing there.
 os.environ.setdefault("CXXFLAGS", "-Og -finline-small-functions -finline-functions")
-# Of plans, cases and checkpoints most objects stay: collecting after each 700 of them takes a tenth of the time.
+# Plans, cases and checkpoints are kept: the default threshold of 700 objects spends a tenth of the time on collection.
 gc.set_threshold(20_000)
 if rough.wanted():
     rough.install()

@@ -161,6 +161,19 @@ def test_strict_schemas_are_followed_between_marks(schema: dict[str, Any]) -> No
     assert ended > 2
 
 
+def test_a_function_without_parameters_gets_none() -> None:
+    tokenizer, grammars, kind = family("gemma4")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    function = Tool.model_validate(tool).function
+    assert function is not None
+    offered = Offer([function], required=True, several=False)
+    for seed in range(4):
+        constraint = grammars.constraint(kind.larks(offered, (None, False)), "tools")
+        ids = list(islice(walk(constraint, tokenizer, seed), 300))
+        _, calls, _ = read(kind, offered, tokenizer, ids, seed)
+        assert calls[0]["function"]["arguments"] == "{}"
+
+
 @pytest.mark.parametrize(
     ("schema", "place"),
     [

@@ -227,12 +227,12 @@ _SMALL = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_c
 
 
 def is_exact(name: str, shape: Shape) -> bool:
-    """Whether a tensor is never quantised: vectors and very small matrices, float32 (int32: is_index)."""
+    """True for tensors that are never quantised: vectors and very small matrices, float32 (int32: is_index)."""
     return len(shape) == 1 or stem_of(name) in _SMALL
 
 
 def is_index(name: str) -> bool:
-    """Whether a tensor is an int32 permutation of token ids."""
+    """True for an int32 permutation of token ids."""
     return stem_of(name) == gemma4_assistant.ORDERING
 
 

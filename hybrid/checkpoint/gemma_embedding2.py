@@ -48,7 +48,7 @@ _DEFAULTS: Mapping[str, Any] = {
         "sliding_attention": {"rope_theta": LOCAL_THETA, "rope_type": "default"},
     },
 }
-"""Of transformers' EmbeddingGemma2TextConfig, for omitted fields."""
+"""Defaults of transformers' EmbeddingGemma2TextConfig."""
 _WIDE = {"head_dim": 512, "num_key_value_heads": 1}
 """Heads of global layers in a config.json without per_layer_config."""
 

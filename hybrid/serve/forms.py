@@ -386,7 +386,7 @@ class CompletionForm(_Choices):
 
 _ROW = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _Row = tuple[str, float | None, dict[str, float] | None, int]
-"""Of a token in the logprobs object of a completion."""
+"""Row of a completion's logprobs object."""
 
 
 class _Rows:

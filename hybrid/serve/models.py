@@ -91,7 +91,7 @@ class Models:
         return "lost" if "lost" in states and "ready" not in states else "ready"
 
     def embeds(self, backend: Backend) -> bool:
-        """Whether a model makes embeddings. ApiError 503 for the only model where it is not ready."""
+        """True for an embedding model. ApiError 503 if the only model is not ready."""
         if self._several is None:
             return backend.model.hparams.dimensions > 0
         return self._several.sources[backend.name].embeds

@@ -300,7 +300,7 @@ class ResponsesForm(PartsForm):
         return self._object(self._status())
 
     def _status(self) -> str:
-        """Of what has ended."""
+        """Status of an ended item or response."""
         cut = self.done is not None and FINISH[self.done.finish] == "length"
         return "incomplete" if cut else "completed"
 

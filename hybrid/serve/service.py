@@ -67,7 +67,7 @@ class Service:
         self.scores = FairPool("scores")
         self.embeddings = FairPool("embeddings", 32)
         self.formats = WeakKeyDictionary[Tokenizer, dict[str, Format]]()
-        """Of tool calls, by vocabulary and template."""
+        """Tool-call formats by tokenizer and template."""
         self._compiled: dict[Model, Grammars] = {}
         self._fingerprints: dict[Model, str] = {}
 

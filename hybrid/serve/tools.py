@@ -20,6 +20,8 @@ from hybrid.serve.wire import Function, Message, NamedTool, Tool, ToolChoice
 
 MOST_CALLS = 16
 """Most calls in an answer."""
+TEXT = r"TEXT: /(?s:.*)/"
+"""Grammar rule of any text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from hybrid.serve.answers import Parser
 from hybrid.serve.errors import bad_request
 from hybrid.serve.schemas import NUMBERS, resolve
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Format, Offer, called_names, calls_of, described, in_slashes, literal
+from hybrid.serve.tools import MOST_CALLS, TEXT, Format, Offer, called_names, calls_of, described, in_slashes, literal
 from hybrid.serve.wire import Message, content_of
 from hybrid.text.marks import ids_of
 from hybrid.text.tokenizer import Tokenizer
@@ -188,12 +188,12 @@ class _Rules:
     def _object(self, schema: dict[str, Any], place: str) -> str:
         """Properties in declared order; optional ones may be missing. Without any: of any names."""
         required, others = set(schema.get("required") or ()), schema.get("additionalProperties", True)
-        members = list((schema.get("properties") or {}).items())
+        members, free = list(schema.get("properties", {}).items()), "properties" not in schema
         if not required <= dict(members).keys():
             self._refuse(schema, ("required",), place)
-        if not members and others is True:
+        if free and others is True:
             return "any_object"
-        if not members and others is not False:
+        if free and others is not False:
             value = self._value(others, f"{place}.additionalProperties")
             return self._add(f'"{{" "}}" | "{{" KEY ":" {value} ("," KEY ":" {value})* "}}"')
         first = rest = self._add('""')
@@ -264,7 +264,7 @@ def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool], family: Famil
         start = several
     elif schema is None:
         start = f"TEXT ({several})?"
-        rules.lines.append(r"TEXT: /(?s:.*)/")
+        rules.lines.append(TEXT)
     else:
         start = f"{several} | answer"
         rules.lines.append(f"answer: {json_rule(schema, strict=strict)}")

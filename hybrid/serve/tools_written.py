@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hybrid.serve.answers import Parser
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Format, Offer, in_slashes, literal
+from hybrid.serve.tools import MOST_CALLS, TEXT, Format, Offer, in_slashes, literal
 from hybrid.serve.tools_marked import turns
 from hybrid.text.chat import ChatError, render
 from hybrid.text.tokenizer import CONTROL, Tokenizer
@@ -134,12 +134,14 @@ def lark_with(form: Form, marks: Mapping[str, int]) -> Any:
             rules.append(f"answer: {json_rule(schema, strict=strict)}")
             start += " | answer"
         elif not offer.required and first in marks:
+            rules.append(TEXT)
             start = f"TEXT ({start})?"
         elif not offer.required:
             rest = text_of(form.open[len(first) :])
             rules.append(f"before[lazy]: /(?s:.*){in_slashes(re.escape(first))}/")
+            rules.append(TEXT)
             start = f"TEXT | before {rest} calls"
-        return "\n".join([f"start: {start}", *rules, *([r"TEXT: /(?s:.*)/"] if "TEXT" in start else [])])
+        return "\n".join([f"start: {start}", *rules])
 
     return lark
 
@@ -182,8 +184,7 @@ class WrittenReader(Parser):
         return self._said(held) if self._mode in ("text", "plain") else []
 
     def _before(self, form: Form, text: str) -> Iterator[tuple[str, tuple[str, Form]]]:
-        """What stands before the arguments of each function's call, after `text`. A character that no answer has stands for a
-        control token."""
+        """(text before a call's arguments, (function, form)) of each function, after `text`; control tokens as surrogates."""
         for name in self._names:
             opening = f"{text}{name}{form.middle}"
             for mark, symbol in self._symbols.items():

@@ -89,7 +89,7 @@ class Givens:
         return [name for name, hp in self.models.items() if hp.family in having]
 
     def has(self, model: str, op: str, name: str) -> bool:
-        """Whether the model's schedule has the operation in the pass `name`."""
+        """True if the model's schedule runs the operation in pass `name`."""
         steps = find_schedule(self.models[model].family).steps
         return name not in USUAL or any(s.op == op and s.phase in (None, name) for s in steps)
 

@@ -36,7 +36,7 @@ class Bytes:
         view, size = self.view(dtype), np.dtype(dtype).itemsize
         if mask is not None and np.ndim(offset):
             offset = np.where(mask if np.ndim(offset) == 1 else mask[:, None], offset, 0)
-        # Of all offsets or-ed together the sign and the lower bits are those of any.
+        # The bitwise or of all offsets is negative or unaligned if any offset is.
         high, bits = (int(offset),) * 2 if np.ndim(offset) == 0 else (int(offset.max()), int(OR(offset, None)))
         if bits < 0 or high + size > len(self.data):
             low = int(np.min(offset))
@@ -65,7 +65,7 @@ class Shared(Bytes):
         self.wrote, self.read = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
         """Marks of the latest accesses: 0 is nobody's; without a subgroup several have read since the barrier."""
         self.mark = (1 << WHO) + 1 + subgroup.astype(np.int64)
-        """Of each lane, from its workgroup's latest barrier on."""
+        """Current mark of each lane: barriers passed by its workgroup, its subgroup."""
 
     def barrier(self, lanes: Any) -> None:
         """The workgroups of these lanes (None: all) pass a barrier."""
@@ -99,7 +99,7 @@ class Shared(Bytes):
 
 
 def others(found: np.ndarray, mark: np.ndarray) -> np.ndarray:
-    """Whether marks are of the same barriers and another subgroup."""
+    """True for marks with the same barrier count and another subgroup."""
     differs = found ^ mark
     return (differs - 1).view(np.uint64) < (1 << WHO) - 1
 
