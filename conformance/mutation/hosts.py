@@ -77,7 +77,7 @@ def tried(group: str) -> list[Mutant]:
 
 
 def in_turn() -> list[str]:
-    """All groups in the long profile; else every second, in such an order too."""
+    """All groups in the long profile; else every second, in the order of their first mutants' digests."""
     every = groups()
     return every if LONG else sorted(sorted(every, key=lambda group: _digest(tried(group)[0]))[::2])
 

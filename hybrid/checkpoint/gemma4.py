@@ -188,7 +188,7 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
 
 
 def layers_from_hf(config: Fields, look: Look, plain: bool = False) -> HParams:
-    """plain: no layer is read as sharing an earlier one's cache, and none as having per-layer embeddings of a table."""
+    """plain: ignore fields of shared caches and per-layer embeddings."""
     c, vocab = decoder.text_config(config), look.rows(EMBEDDING)
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     experts = _experts(c, keys) if c.truth("enable_moe_block", False) else (0, 0, 0)

@@ -30,7 +30,7 @@ from hybrid.spec.schedule import Schedule, find_schedule
 TEXTS = 128
 """Most texts of a pass."""
 LONGEST = 2048
-"""Default of the most tokens of a text: a pass holds the rows of one, with all that they need."""
+"""Default of the most tokens of a text. A pass holds a whole text, so its memory grows with this."""
 
 
 def whole_texts(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> EngineConfig:
